@@ -1,0 +1,312 @@
+// cuBLASLt, loaded at run time. It thinks in columns: our row-major d[m, n] is its D[n, m], so our b is its A
+// and our a its B, both with the contracted axis contiguous ("TN", the one form that has FP8 on Hopper).
+#include <cublasLt.h>
+#include <dlfcn.h>
+#include <link.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/cublaslt.h"
+
+namespace te {
+namespace {
+
+// ---- The library ------------------------------------------------------------------------------------
+
+struct Library {
+  decltype(&cublasLtCreate) create;
+  decltype(&cublasLtGetVersion) version;
+  decltype(&cublasLtGetStatusString) status_text;
+  decltype(&cublasLtMatmul) matmul;
+  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
+  decltype(&cublasLtMatmulDescCreate) create_product;
+  decltype(&cublasLtMatmulDescSetAttribute) set_product;
+  decltype(&cublasLtMatmulDescDestroy) destroy_product;
+  decltype(&cublasLtMatrixLayoutCreate) create_layout;
+  decltype(&cublasLtMatrixLayoutDestroy) destroy_layout;
+  decltype(&cublasLtMatmulPreferenceCreate) create_preference;
+  decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference;
+  decltype(&cublasLtMatmulPreferenceDestroy) destroy_preference;
+  std::string error;
+};
+
+constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
+
+// Where the nvidia-* wheels keep it: next to a CUDA library that is loaded, or beside JAX's plugin, which
+// loads it only when XLA first needs it.
+std::vector<std::string> wheel_paths() {
+  std::vector<std::string> paths;
+  dl_iterate_phdr(
+      [](dl_phdr_info* object, size_t, void* found) {
+        const std::string path = object->dlpi_name ? object->dlpi_name : "";
+        auto& out = *static_cast<std::vector<std::string>*>(found);
+        const auto try_below = [&](const std::string& packages) {
+          out.push_back(packages + "/nvidia/cu13/lib/libcublasLt.so.13");
+          out.push_back(packages + "/nvidia/cublas/lib/libcublasLt.so.12");
+        };
+        for (const char* part : {"/jax_plugins/", "/nvidia/"}) {
+          if (const size_t at = path.rfind(part); at != std::string::npos) try_below(path.substr(0, at));
+        }
+        return 0;
+      },
+      &paths);
+  return paths;
+}
+
+void* open_library() {
+  for (const char* name : kNames) {
+    if (void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;
+  }
+  std::vector<std::string> paths = wheel_paths();
+  paths.insert(paths.end(), std::begin(kNames), std::end(kNames));
+  for (const std::string& path : paths) {
+    if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
+  }
+  return nullptr;
+}
+
+Library load() {
+  Library lt = {};
+  void* library = open_library();
+  if (!library) {
+    lt.error =
+        "te_gemm: cuBLASLt (libcublasLt.so.13 or .12) was not found; install JAX with its CUDA libraries, "
+        "`pip install 'jax[cuda13]'`, or put the CUDA toolkit's libraries on LD_LIBRARY_PATH";
+    return lt;
+  }
+  const auto find = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+    if (!function) lt.error = std::string("te_gemm: the cuBLASLt library that was found lacks ") + name;
+  };
+  find(lt.create, "cublasLtCreate");
+  find(lt.version, "cublasLtGetVersion");
+  find(lt.status_text, "cublasLtGetStatusString");
+  find(lt.matmul, "cublasLtMatmul");
+  find(lt.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+  find(lt.create_product, "cublasLtMatmulDescCreate");
+  find(lt.set_product, "cublasLtMatmulDescSetAttribute");
+  find(lt.destroy_product, "cublasLtMatmulDescDestroy");
+  find(lt.create_layout, "cublasLtMatrixLayoutCreate");
+  find(lt.destroy_layout, "cublasLtMatrixLayoutDestroy");
+  find(lt.create_preference, "cublasLtMatmulPreferenceCreate");
+  find(lt.set_preference, "cublasLtMatmulPreferenceSetAttribute");
+  find(lt.destroy_preference, "cublasLtMatmulPreferenceDestroy");
+  return lt;
+}
+
+const Library& library() {
+  static const Library& loaded = *new Library(load());
+  return loaded;
+}
+
+// The first failure among calls that build on each other.
+class Status {
+ public:
+  explicit Status(const Library& lt) : lt_(lt) {}
+  bool ok(cublasStatus_t status, const char* what) {
+    if (status != CUBLAS_STATUS_SUCCESS && text_.empty()) {
+      text_ = std::string("te_gemm: cuBLASLt: ") + what + ": " + lt_.status_text(status);
+    }
+    return text_.empty();
+  }
+  bool ok() const { return text_.empty(); }
+  ffi::Error error() const { return ffi::Error::Internal(text_); }
+
+ private:
+  const Library& lt_;
+  std::string text_;
+};
+
+cudaDataType_t cuda_type(DType dtype) {
+  switch (dtype) {
+    case DType::F16: return CUDA_R_16F;
+    case DType::BF16: return CUDA_R_16BF;
+    case DType::F8E4M3FN: return CUDA_R_8F_E4M3;
+    case DType::F8E5M2: return CUDA_R_8F_E5M2;
+    default: return CUDA_R_32F;
+  }
+}
+
+bool of_8_bits(DType dtype) { return dtype == DType::F8E4M3FN || dtype == DType::F8E5M2; }
+
+// ---- Plans ------------------------------------------------------------------------------------------
+
+// A product ready to run but for its pointers. Kept for the life of the process.
+struct Plan {
+  std::mutex mutex;  // the description holds the pointers of the call that is being issued
+  cublasLtMatmulDesc_t product = nullptr;
+  cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
+  cublasLtMatmulAlgo_t algorithm = {};
+
+  ~Plan() {  // of a plan that failed
+    const Library& lt = library();
+    if (product) lt.destroy_product(product);
+    for (cublasLtMatrixLayout_t layout : {a, b, c, d}) {
+      if (layout) lt.destroy_layout(layout);
+    }
+  }
+};
+
+// The alignment, up to 256 bytes, that all of a product's matrices have.
+int64_t alignment(const CublasLtProduct& p) {
+  uintptr_t bits = 256;
+  for (const void* pointer : {p.a, p.b, p.c, p.bias, static_cast<const void*>(p.d)}) {
+    bits |= reinterpret_cast<uintptr_t>(pointer);
+  }
+  return static_cast<int64_t>(bits & (~bits + 1));
+}
+
+// All that a plan depends on: the device, sizes, dtypes, which pointers there are, and their alignment.
+using Key = std::array<int64_t, 7>;
+Key key_of(const CublasLtProduct& p, int device) {
+  int64_t dtypes = 0, flags = p.split_accumulator;
+  for (const DType dtype : {p.a_dtype, p.b_dtype, p.c_dtype, p.d_dtype, p.bias_dtype}) {
+    dtypes = dtypes << 8 | static_cast<int64_t>(dtype);
+  }
+  for (const void* pointer : {p.c, p.bias, p.a_scale_inv, p.b_scale_inv, p.d_scale, static_cast<const void*>(p.amax)}) {
+    flags = flags << 1 | (pointer != nullptr);
+  }
+  return {device, p.m, p.n, p.k, dtypes, flags, alignment(p)};
+}
+
+template <typename T>
+bool set(Status& status, cublasLtMatmulDesc_t product, cublasLtMatmulDescAttributes_t attribute, const T& value,
+         const char* what) {
+  return status.ok(library().set_product(product, attribute, &value, sizeof(value)), what);
+}
+
+bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtProduct& p) {
+  if (p.bias) set(status, product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias, "bias");
+  if (p.b_scale_inv) set(status, product, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale_inv, "b_scale_inv");
+  if (p.a_scale_inv) set(status, product, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale_inv, "a_scale_inv");
+  if (p.d_scale) set(status, product, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, p.d_scale, "d_scale");
+  if (p.amax) set(status, product, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, p.amax, "amax");
+  return status.ok();
+}
+
+// How a product is computed: the first algorithm that cuBLASLt offers. The one place to choose better.
+bool choose_algorithm(Status& status, cublasLtHandle_t handle, int64_t alignment, Plan& plan) {
+  const Library& lt = library();
+  cublasLtMatmulPreference_t preference = nullptr;
+  if (!status.ok(lt.create_preference(&preference), "preference")) return false;
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    status.ok(lt.set_preference(preference, attribute, &value, sizeof(value)), "preference");
+  };
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kCublasLtScratch));
+  for (const auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+    prefer(attribute, static_cast<uint32_t>(alignment));
+  }
+  cublasLtMatmulHeuristicResult_t offered = {};
+  int count = 0;
+  if (status.ok()) {
+    const cublasStatus_t answer =
+        lt.heuristic(handle, plan.product, plan.a, plan.b, plan.c, plan.d, preference, 1, &offered, &count);
+    status.ok(answer, "choosing an algorithm");
+    if (count == 0) status.ok(CUBLAS_STATUS_NOT_SUPPORTED, "no algorithm for this product");
+  }
+  lt.destroy_preference(preference);
+  plan.algorithm = offered.algo;
+  return status.ok();
+}
+
+bool make_plan(Status& status, cublasLtHandle_t handle, const CublasLtProduct& p, Plan& plan) {
+  const Library& lt = library();
+  status.ok(lt.create_product(&plan.product, CUBLAS_COMPUTE_32F, CUDA_R_32F), "product");
+  const auto layout = [&](cublasLtMatrixLayout_t* made, DType dtype, int64_t rows, int64_t cols) {
+    if (status.ok()) status.ok(lt.create_layout(made, cuda_type(dtype), rows, cols, rows), "layout");
+  };
+  layout(&plan.a, p.b_dtype, p.k, p.n);
+  layout(&plan.b, p.a_dtype, p.k, p.m);
+  layout(&plan.c, p.c_dtype, p.n, p.m);
+  layout(&plan.d, p.d_dtype, p.n, p.m);
+  if (!status.ok()) return false;
+  set(status, plan.product, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T, "transposition");
+  set(status, plan.product, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N, "transposition");
+  if (of_8_bits(p.a_dtype)) {
+    const int8_t fast = !p.split_accumulator;
+    set(status, plan.product, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, "accumulation");
+  }
+  if (p.bias) {
+    set(status, plan.product, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS, "epilogue");
+    const int32_t type = cuda_type(p.bias_dtype);
+    set(status, plan.product, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type, "bias dtype");
+  }
+  return set_pointers(status, plan.product, p) && choose_algorithm(status, handle, alignment(p), plan);
+}
+
+// The handle of the current device and the plan of a product, made at first sight.
+struct Prepared {
+  cublasLtHandle_t handle;
+  Plan* plan;
+};
+
+bool find_plan(Status& status, const CublasLtProduct& p, Prepared& found) {
+  static std::mutex mutex;
+  static auto& handles = *new std::map<int, cublasLtHandle_t>;
+  static auto& plans = *new std::map<Key, std::unique_ptr<Plan>>;
+  int device = 0;
+  cudaGetDevice(&device);
+  const Key key = key_of(p, device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  cublasLtHandle_t& handle = handles[device];
+  if (!handle && !status.ok(library().create(&handle), "handle")) return false;
+  auto entry = plans.find(key);
+  if (entry == plans.end()) {
+    auto plan = std::make_unique<Plan>();
+    if (!make_plan(status, handle, p, *plan)) return false;
+    entry = plans.emplace(key, std::move(plan)).first;
+  }
+  found = {handle, entry->second.get()};
+  return true;
+}
+
+std::string sizes(const CublasLtProduct& p) {
+  return " (m=" + std::to_string(p.m) + ", n=" + std::to_string(p.n) + ", k=" + std::to_string(p.k) + ")";
+}
+
+}  // namespace
+
+ffi::Error prepare(const CublasLtProduct& p) {
+  if (!library().error.empty()) return ffi::Error::Internal(library().error);
+  Status status(library());
+  Prepared prepared;
+  return find_plan(status, p, prepared) ? ffi::Error::Success()
+                                        : ffi::Error::Internal(status.error().message() + sizes(p));
+}
+
+ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream) {
+  const Library& lt = library();
+  if (!lt.error.empty()) return ffi::Error::Internal(lt.error);
+  Status status(lt);
+  Prepared prepared;
+  if (find_plan(status, p, prepared)) {
+    Plan& plan = *prepared.plan;
+    const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
+    // Not read where beta is 0. An FP8 d has another dtype than c's layout, so it cannot stand in for c.
+    const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : p.d;
+    const std::lock_guard<std::mutex> lock(plan.mutex);
+    if (set_pointers(status, plan.product, p)) {
+      status.ok(lt.matmul(prepared.handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d,
+                          plan.d, &plan.algorithm, scratch, kCublasLtScratch, stream),
+                "matmul");
+    }
+  }
+  return status.ok() ? ffi::Error::Success() : ffi::Error::Internal(status.error().message() + sizes(p));
+}
+
+std::string cublaslt_version() {
+  const Library& lt = library();
+  if (!lt.error.empty()) return lt.error;
+  const size_t version = lt.version();  // 10000 * major + 100 * minor + patch
+  return "cuBLASLt " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+}  // namespace te

@@ -1,0 +1,25 @@
+#include "core/cuda.h"
+
+#include <cuda_runtime_api.h>
+
+namespace te {
+namespace {
+
+std::string dotted(int version) {  // CUDA's 1000 * major + 10 * minor
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+}  // namespace
+
+std::string cuda_versions() {
+  constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};
+  std::string text = "CUDA runtime " + dotted(CUDART_VERSION) + ", compiled for ";
+  for (const int& architecture : kArchitectures) {
+    text += (&architecture == kArchitectures ? "" : ", ") + std::to_string(architecture / 10);
+  }
+  int driver = 0;
+  const bool known = cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0;
+  return text + (known ? "; driver supports CUDA " + dotted(driver) : "; no driver found");
+}
+
+}  // namespace te

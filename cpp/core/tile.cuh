@@ -1,0 +1,270 @@
+// The one CUDA kernel that stores a computed matrix with its FP8 cast, transposed copy, amax and column sums, each
+// value crossing memory once: quantize, the activations and the norms differ in their Producer only.
+//
+// A block owns a tile of 128 x 128 values, a thread 2 x (4 rows x 8 columns). For a 16-bit operand a row of the tile
+// is 256 bytes, read and written as whole 128-byte lines by 16 neighbouring threads of 16 bytes each. For the
+// transposed copy, a thread turns its 4 x 4 byte blocks in registers, so that shared memory is written in words of 4
+// rows and read 16 rows at a time; 8 threads then store a line of 128 rows. About 5 instructions a value beside the
+// producer's, of the 27 that fit into the time its bytes take on an H200.
+#pragma once
+
+#include "core/cuda.cuh"
+
+namespace te {
+
+// Where results go, all but y optional, and how: result.h says what they mean.
+struct Result {
+  void* y = nullptr;             // [rows, outputs, cols]
+  uint8_t* y_t = nullptr;        // [outputs, cols, rows]
+  const float* scale = nullptr;  // absent: 1
+  float* amax = nullptr;         // set to 0 before
+  float* partials = nullptr;     // [ceil(rows / 128), outputs, cols], sums over the rows of a tile
+  DType dtype = DType::F32;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  bool vector = false;    // 8 columns of every operand and of y can be accessed as 16-byte words
+  bool vector_t = false;  // likewise 16 rows of y_t
+
+  int64_t row_tiles() const { return ceil_div(rows, 128); }
+};
+
+// Casts, stores and measures 8 values of y that begin at element `offset`. Returns their FP8 bytes.
+template <bool kFp8>
+__device__ __forceinline__ uint2 store_result(const Result& out, int64_t offset, float scale, const float (&v)[8],
+                                              int n, float& most) {
+  if constexpr (kFp8) {
+    most = max_abs(most, v);
+    const uint2 q = cast8(v, scale, out.dtype);
+    if (out.y) {
+      uint8_t* y = static_cast<uint8_t*>(out.y) + offset;
+      if (out.vector) {
+        *reinterpret_cast<uint2*>(y) = q;
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          if (j < n) y[j] = static_cast<uint8_t>((j < 4 ? q.x : q.y) >> (j % 4 * 8));
+        }
+      }
+    }
+    return q;
+  }
+  const auto store = [&](auto* y) {  // amax of what is stored
+    const auto raw = round8<std::remove_pointer_t<decltype(y)>>(v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) most = max_abs(most, raw[j]);
+    store8(y + offset, raw, n, out.vector);
+  };
+  if (out.dtype == DType::BF16) {
+    store(static_cast<bf16*>(out.y));
+  } else if (out.dtype == DType::F16) {
+    store(static_cast<f16*>(out.y));
+  } else {
+    store(static_cast<float*>(out.y));
+  }
+  return {0u, 0u};
+}
+
+// rows[i] holds 4 columns of row i; afterwards words[j] holds 4 rows of column j.
+__device__ __forceinline__ void transpose_bytes(const uint32_t (&rows)[4], uint32_t (&words)[4]) {
+  const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140), high01 = __byte_perm(rows[0], rows[1], 0x7362);
+  const uint32_t low23 = __byte_perm(rows[2], rows[3], 0x5140), high23 = __byte_perm(rows[2], rows[3], 0x7362);
+  words[0] = __byte_perm(low01, low23, 0x5410);
+  words[1] = __byte_perm(low01, low23, 0x7632);
+  words[2] = __byte_perm(high01, high23, 0x5410);
+  words[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// A tile's FP8 bytes by column, in words of 4 rows. A warp puts one word each for 16 or 32 groups of 8 columns and one
+// or two neighbouring word indices: xor-ing the address with twice the column's group spreads them over the banks.
+template <int kRows, int kCols>
+struct TransposedTile {
+  static constexpr int kWords = kRows / 4;
+  static constexpr int kSixteens = kRows / 16;
+  static_assert(kRows % 16 == 0 && kCols % 8 == 0 && kCols * kWords % 32 == 0);
+  uint32_t words[kCols * kWords];
+
+  __device__ __forceinline__ static int flip(int col) { return col / 8 % 16 * 2; }
+  __device__ __forceinline__ void put(int col, int word, uint32_t bytes) {
+    words[(col * kWords + word) ^ flip(col)] = bytes;
+  }
+  // Rows 16 s .. 16 s + 15 of a column.
+  __device__ __forceinline__ uint4 get(int col, int s) const {
+    const uint4 q = reinterpret_cast<const uint4*>(words)[(col * kSixteens + s) ^ flip(col) / 4];
+    return flip(col) & 2 ? make_uint4(q.z, q.w, q.x, q.y) : q;
+  }
+  // bytes[half][i]: columns col + 4 * half .. + 3 of row 4 * word + i.
+  __device__ __forceinline__ void put_transposed(int col, int word, const uint32_t (&bytes)[2][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t columns[4];
+      transpose_bytes(bytes[half], columns);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) put(col + half * 4 + j, word, columns[j]);
+    }
+  }
+  // Stores the tile, whose first value is column col0, row row0 of y_t[cols, rows].
+  template <int kThreads>
+  __device__ __forceinline__ void store(uint8_t* y_t, int64_t col0, int64_t row0, int64_t cols, int64_t rows,
+                                        bool vector) const {
+#pragma unroll
+    for (int u = threadIdx.x; u < kCols * kSixteens; u += kThreads) {
+      const int64_t col = col0 + u / kSixteens, row = row0 + u % kSixteens * 16;
+      if (col >= cols || row >= rows) continue;
+      const uint4 q = get(u / kSixteens, u % kSixteens);
+      uint8_t* p = y_t + col * rows + row;
+      if (vector) {
+        *reinterpret_cast<uint4*>(p) = q;
+      } else {
+        const uint32_t bytes[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          if (row + i < rows) p[i] = static_cast<uint8_t>(bytes[i / 4] >> (i % 4 * 8));
+        }
+      }
+    }
+  }
+};
+
+// A Producer gives kOutputs matrices of rows x cols side by side:
+//   Columns columns(int64_t col, int n, bool vector)      what its values need of columns col .. col + n - 1
+//   Raw load(int64_t row, int64_t col, int n, bool vector)  operands of one row there, as they are in memory
+//   void values(Raw, Columns, float (&v)[kOutputs][8])
+constexpr int kTileSide = 128;
+constexpr int kTileThreads = 256;
+
+template <typename Producer, bool kFp8>
+__global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(const Producer in, const Result out) {
+  constexpr int kOutputs = Producer::kOutputs;
+  __shared__ __align__(16) TransposedTile<kTileSide, kTileSide> transposed[kFp8 ? kOutputs : 1];
+  __shared__ float warp_sums[kOutputs][kTileThreads / 32][kTileSide];
+
+  // ---- Which tile. Bands of 8 rows of tiles, walked down before across: the blocks that run together then touch
+  // ---- long stretches of x and of y_t, and DRAM pages stay open for both.
+  constexpr int kBand = 8;
+  const int col_tiles = static_cast<int>((out.cols + kTileSide - 1) / kTileSide);
+  const int row_tiles = static_cast<int>((out.rows + kTileSide - 1) / kTileSide);
+  const int band = static_cast<int>(blockIdx.x) / (kBand * col_tiles);
+  const int in_band = static_cast<int>(blockIdx.x) - band * kBand * col_tiles;
+  const int height = min(kBand, row_tiles - band * kBand);
+  const int64_t row_tile = band * kBand + in_band % height;
+  const int64_t row0 = row_tile * kTileSide, col0 = static_cast<int64_t>(in_band / height) * kTileSide;
+
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  const int64_t col = col0 + tx * 8;
+  const int n = static_cast<int>(min(static_cast<int64_t>(8), out.cols - col));  // <= 0: nothing to do here
+  const float scale = out.scale ? __ldg(out.scale) : 1.f;
+  typename Producer::Columns columns = {};
+  if (n > 0) columns = in.columns(col, n, out.vector);
+  float most = 0.f;
+  float sums[kOutputs][8] = {};
+
+  // ---- Values: row by row through the cast, their bytes turned into shared memory.
+#pragma unroll 1
+  for (int step = 0; step < 2; ++step) {
+    const int64_t row = row0 + step * 64 + ty * 4;
+    typename Producer::Raw raw[4];
+    uint32_t bytes[kOutputs][2][4] = {};
+    if (out.vector) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n > 0 && row + i < out.rows) raw[i] = in.load(row + i, col, n, true);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n > 0 && row + i < out.rows) raw[i] = in.load(row + i, col, n, false);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (n <= 0 || row + i >= out.rows) continue;
+      float v[kOutputs][8];
+      in.values(raw[i], columns, v);
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) {
+        if (n < 8) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) v[o][j] = j < n ? v[o][j] : 0.f;
+        }
+        if (out.partials) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sums[o][j] += v[o][j];
+        }
+        const int64_t offset = ((row + i) * kOutputs + o) * out.cols + col;
+        const uint2 q = store_result<kFp8>(out, offset, scale, v[o], n, most);
+        bytes[o][0][i] = q.x;
+        bytes[o][1][i] = q.y;
+      }
+    }
+    if (kFp8 && out.y_t) {
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) transposed[o].put_transposed(tx * 8, step * 16 + ty, bytes[o]);
+    }
+  }
+  if (out.partials) {
+#pragma unroll
+    for (int o = 0; o < kOutputs; ++o) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float both = sums[o][j] + __shfl_xor_sync(0xffffffffu, sums[o][j], 16);
+        if (threadIdx.x % 32 < 16) warp_sums[o][threadIdx.x / 32][tx * 8 + j] = both;
+      }
+    }
+  }
+  __syncthreads();
+
+  // ---- What needs the whole tile.
+  if (kFp8 && out.y_t) {
+#pragma unroll
+    for (int o = 0; o < kOutputs; ++o) {
+      transposed[o].template store<kTileThreads>(out.y_t + o * out.cols * out.rows, col0, row0, out.cols, out.rows,
+                                                 out.vector_t);
+    }
+  }
+  if (out.partials) {
+    for (int u = threadIdx.x; u < kOutputs * kTileSide; u += kTileThreads) {
+      const int o = u / kTileSide, c = u % kTileSide;
+      if (col0 + c >= out.cols) continue;
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kTileThreads / 32; ++w) sum += warp_sums[o][w][c];
+      out.partials[(row_tile * kOutputs + o) * out.cols + col0 + c] = sum;
+    }
+  }
+  merge_amax(out.amax, most);
+}
+
+// Bytes of Result::partials.
+inline int64_t tile_partials(int64_t rows, int64_t cols) { return 4 * cols * ceil_div(rows, kTileSide); }
+
+// Runs the producer over the result; `colsum` receives the sums over rows.
+template <typename Producer>
+ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, float* colsum = nullptr,
+                        void* workspace = nullptr) {
+  out.partials = colsum ? static_cast<float*>(workspace) : nullptr;
+  out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
+  if (out.amax) TE_CUDA_CHECK(cudaMemsetAsync(out.amax, 0, sizeof(float), stream));
+  const int64_t blocks = out.row_tiles() * ceil_div(out.cols, kTileSide);
+  const auto kernel = is_fp8(out.dtype) ? store_tiles<Producer, true> : store_tiles<Producer, false>;
+  TE_CUDA_CHECK(launch({blocks, kTileThreads}, stream, kernel, in, out));
+  if (colsum) {
+    TE_CUDA_CHECK(
+        launch_sum_partials(stream, out.partials, out.row_tiles(), out.cols * Producer::kOutputs, colsum));
+  }
+  return ffi::Error::Success();
+}
+
+inline Result fp8_or_float_result(Out& y, const In& scale, Out& y_t, Out& amax, int64_t rows, int64_t cols) {
+  Result out;
+  out.y = y->untyped_data();
+  out.y_t = data_or_null<uint8_t>(y_t);
+  out.scale = data_or_null<float>(scale);
+  out.amax = data_or_null<float>(amax);
+  out.dtype = y->element_type();
+  out.rows = rows;
+  out.cols = cols;
+  out.vector = cols % 8 == 0 && aligned(out.y);
+  return out;
+}
+
+}  // namespace te

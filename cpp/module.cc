@@ -1,0 +1,29 @@
+// The extension module, compiled once per platform: what the handlers of this build registered, by target
+// name and stage, as capsules that jax.ffi.register_ffi_target takes.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "core/ffi.h"
+
+#ifdef TE_CUDA
+#include "core/cuda.h"
+#endif
+
+namespace nb = nanobind;
+
+NB_MODULE(TE_MODULE, m) {
+  m.def(
+      "registrations",
+      [] {
+        nb::dict all;
+        for (const te::Registration& r : te::registrations()) {
+          if (!all.contains(r.target)) all[r.target] = nb::dict();
+          nb::cast<nb::dict>(all[r.target])[r.stage] = nb::capsule(r.function);
+        }
+        return all;
+      },
+      "FFI target -> stage -> capsule, for jax.ffi.register_ffi_target.");
+#ifdef TE_CUDA
+  m.def("versions", &te::cuda_versions, "What this module was built with and what it finds at run time, as text.");
+#endif
+}

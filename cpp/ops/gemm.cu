@@ -1,0 +1,284 @@
+// The matrix product on the GPU: one call of cuBLASLt where it can do it all, which is what training uses.
+//
+// It can't do FP8 with K or N no multiple of 16, E5M2 x E5M2, or some mixtures of dtypes. Those products take
+// three steps: FP8 operands to bf16, which holds them exactly (3 bytes an element); the product in bf16 with an
+// f32 result; and `finish` for scales, bias, c, cast and amax (4 bytes an element of d, and those of d and c).
+#include <algorithm>
+
+#include "core/cublaslt.h"
+#include "core/cuda.cuh"
+#include "ops/gemm.h"
+
+namespace te {
+namespace {
+
+constexpr int kThreads = 256;
+
+// ---- Kernels ----------------------------------------------------------------------------------------
+
+// Eight FP8 codes a thread, as bf16.
+template <__nv_fp8_interpretation_t kFormat>
+__global__ void __launch_bounds__(kThreads) widen(const uint8_t* x, bf16* y, int64_t n, bool vector) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;
+  if (i >= n) return;
+  const int count = n - i < 8 ? static_cast<int>(n - i) : 8;
+  vector = vector && count == 8;
+  uint32_t words[2] = {};
+  if (vector) {
+    const uint2 both = __ldg(reinterpret_cast<const uint2*>(x + i));
+    words[0] = both.x, words[1] = both.y;
+  } else {
+    for (int j = 0; j < count; ++j) words[j / 4] |= static_cast<uint32_t>(__ldg(x + i + j)) << (j % 4 * 8);
+  }
+  float v[8];
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) {
+    const auto codes = static_cast<__nv_fp8x2_storage_t>(words[j / 4] >> (j % 4 * 8));
+    const float2 two = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(codes, kFormat)));
+    v[j] = two.x, v[j + 1] = two.y;
+  }
+  store8(y + i, round8<bf16>(v), count, vector);
+}
+
+// A bias in the dtype that cuBLASLt wants.
+__global__ void __launch_bounds__(kThreads) convert(const void* x, DType from, void* y, DType to, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= n) return;
+  const float value = load1(x, from, i);
+  if (to == DType::BF16) {
+    static_cast<__nv_bfloat16*>(y)[i] = __float2bfloat16_rn(value);
+  } else if (to == DType::F16) {
+    static_cast<__half*>(y)[i] = __float2half_rn(value);
+  } else {
+    static_cast<float*>(y)[i] = value;
+  }
+}
+
+struct Finish {
+  const float* sums;  // [m, n], may be d itself
+  const float *a_scale_inv, *b_scale_inv, *d_scale;
+  const void *bias, *c;
+  DType bias_dtype, c_dtype, d_dtype;
+  void* d;
+  float* amax;
+  int64_t size, n;
+  bool vector;  // c and d are aligned
+};
+
+// Stores 8 values as T and returns the largest of `most` and what was stored.
+template <typename T>
+__device__ __forceinline__ float store_as(void* d, int64_t i, const float (&v)[8], int count, bool vector, float most) {
+  const Vec8<T> raw = round8<T>(v);
+  store8(static_cast<T*>(d) + i, raw, count, vector);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) most = max_abs(most, raw[j]);
+  return most;
+}
+
+// d = cast(sums * a_scale_inv * b_scale_inv + bias + c) and its amax, eight neighbours a thread.
+__global__ void __launch_bounds__(kThreads) finish(Finish f) {
+  const float a_scale_inv = f.a_scale_inv ? *f.a_scale_inv : 1.f, b_scale_inv = f.b_scale_inv ? *f.b_scale_inv : 1.f;
+  const float d_scale = f.d_scale ? *f.d_scale : 1.f;
+  float most = 0.f;
+  for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8; i < f.size;
+       i += static_cast<int64_t>(gridDim.x) * kThreads * 8) {
+    const int count = f.size - i < 8 ? static_cast<int>(f.size - i) : 8;
+    const bool vector = f.vector && count == 8;
+    float v[8] = {}, c[8] = {};  // zeros beyond count, which no maximum sees
+    if (f.c) load8(f.c, f.c_dtype, i, count, vector, c);
+    int64_t column = i % f.n;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (j >= count) continue;
+      const float bias = f.bias ? load1(f.bias, f.bias_dtype, column) : 0.f;
+      column = column + 1 == f.n ? 0 : column + 1;
+      v[j] = __fadd_rn(__fmul_rn(__fmul_rn(f.sums[i + j], a_scale_inv), b_scale_inv), bias) + c[j];
+    }
+    if (f.d_dtype == DType::F32) {
+      most = store_as<float>(f.d, i, v, count, vector, most);
+    } else if (f.d_dtype == DType::BF16) {
+      most = store_as<bf16>(f.d, i, v, count, vector, most);
+    } else if (f.d_dtype == DType::F16) {
+      most = store_as<f16>(f.d, i, v, count, vector, most);
+    } else {
+      most = max_abs(most, v);
+      const uint2 codes = cast8(v, d_scale, f.d_dtype);
+      uint8_t* d = static_cast<uint8_t*>(f.d) + i;
+      if (vector) {
+        *reinterpret_cast<uint2*>(d) = codes;
+      } else {
+        for (int j = 0; j < count; ++j) d[j] = static_cast<uint8_t>((j < 4 ? codes.x : codes.y) >> (j % 4 * 8));
+      }
+    }
+  }
+  merge_amax(f.amax, most);
+}
+
+cudaError_t launch_widen(cudaStream_t stream, const Matrix& x, bf16* y) {
+  const auto kernel = x.dtype == DType::F8E5M2 ? widen<__NV_E5M2> : widen<__NV_E4M3>;
+  return launch({ceil_div(x.size(), 8 * kThreads), kThreads}, stream, kernel, x.as<uint8_t>(), y, x.size(),
+                aligned(x.data));
+}
+
+// ---- One call ---------------------------------------------------------------------------------------
+
+// Whether cuBLASLt does it all; `_fused_on_cuda` in ops/gemm.py is the same rule.
+bool fused(const GemmOperands& in, DType d, bool amax, const GemmShape& s) {
+  const DType a = in.a.element_type(), b = in.b.element_type();
+  const bool c_as_d = absent(in.c) || in.c.element_type() == d;
+  if (s.k == 0) return false;
+  if (!is_fp8(a)) return (d == a || d == DType::F32) && c_as_d && !amax;
+  const bool any_e5m2 = a == DType::F8E5M2 || b == DType::F8E5M2;
+  if (s.k % 16 || s.n % 16 || (a == b && any_e5m2)) return false;
+  if (is_fp8(d)) return (d == DType::F8E4M3FN || any_e5m2) && (absent(in.c) || in.c.element_type() != DType::F32);
+  const bool exact_bias = absent(in.bias) || d != DType::F32 || in.bias.element_type() == DType::BF16;
+  return exact_bias && c_as_d && !amax;
+}
+
+// The dtype of a bias that goes into cuBLASLt's epilogue.
+DType bias_dtype(DType a, DType c, DType d) {
+  if (!is_fp8(a)) return d;
+  return d == DType::F32 ? DType::BF16 : is_fp8(d) ? c : d;
+}
+
+// How one call uses its workspace, and the product that it runs there.
+struct Call {
+  GemmShape shape;
+  Matrix a, b, d;
+  bool fused;
+  CublasLtProduct product;
+  void* bias = nullptr;                       // the bias in bias_dtype, where it comes in another
+  bf16 *a_bf16 = nullptr, *b_bf16 = nullptr;  // FP8 operands widened
+  float* sums = nullptr;                      // what finish reads
+  void* scratch = nullptr;                    // cuBLASLt's own
+
+  bool empty() const { return shape.m == 0 || shape.n == 0; }
+};
+
+// Cuts the workspace, which is counted as `_scratch` in ops/gemm.py does.
+class Cutter {
+ public:
+  explicit Cutter(Out& workspace)
+      : base_(static_cast<char*>(workspace->untyped_data())), at_(-reinterpret_cast<uintptr_t>(base_) % 256) {}
+  void* cut(int64_t bytes) {
+    void* piece = base_ + at_;
+    at_ += ceil_div(bytes, 256) * 256;
+    return piece;
+  }
+  int64_t used() const { return at_; }
+
+ private:
+  char* base_;
+  int64_t at_;
+};
+
+Check plan(const GemmOperands& in, Out& d, Out& amax, Out& workspace, const GemmAttributes& attributes, Call& call) {
+  Check check = check_gemm(in, d, amax, attributes.k_axes);
+  if (check.failed()) return check;
+  call.shape = gemm_shape(in, attributes.k_axes);
+  const GemmShape& s = call.shape;
+  call.a = matrix(in.a, attributes.k_axes);
+  call.b = matrix(in.b, attributes.k_axes);
+  call.d = {d->untyped_data(), d->element_type(), s.m, s.n};
+  call.fused = fused(in, call.d.dtype, present(amax), s);
+  if (call.empty()) return check;
+
+  const bool fp8 = is_fp8(call.a.dtype), fp8_d = is_fp8(call.d.dtype);
+  CublasLtProduct& p = call.product;
+  p = {};
+  p.m = s.m, p.n = s.n, p.k = s.k;
+  p.split_accumulator = attributes.split_accumulator;
+  p.a = call.a.data, p.a_dtype = call.a.dtype;
+  p.b = call.b.data, p.b_dtype = call.b.dtype;
+  p.d = call.d.data, p.d_dtype = call.d.dtype;
+  Cutter workspace_cutter(workspace);
+  call.scratch = workspace_cutter.cut(kCublasLtScratch);
+  if (call.fused) {
+    p.a_scale_inv = data_or_null<void>(in.a_scale_inv);
+    p.b_scale_inv = data_or_null<void>(in.b_scale_inv);
+    p.d_scale = data_or_null<void>(in.d_scale);
+    p.amax = data_or_null<void>(amax);
+    p.c = data_or_null<void>(in.c);
+    p.c_dtype = present(in.c) ? in.c.element_type() : fp8_d ? DType::BF16 : p.d_dtype;
+    if (present(in.bias)) {
+      p.bias = in.bias.untyped_data();
+      p.bias_dtype = bias_dtype(p.a_dtype, p.c_dtype, p.d_dtype);
+      if (in.bias.element_type() != p.bias_dtype) p.bias = call.bias = workspace_cutter.cut(4 * s.n);
+    }
+  } else {
+    call.sums = static_cast<float*>(call.d.dtype == DType::F32 ? p.d : workspace_cutter.cut(4 * s.m * s.n));
+    if (fp8) {
+      p.a = call.a_bf16 = static_cast<bf16*>(workspace_cutter.cut(2 * s.m * s.k));
+      p.b = call.b_bf16 = static_cast<bf16*>(workspace_cutter.cut(2 * s.n * s.k));
+      p.a_dtype = p.b_dtype = DType::BF16;
+    }
+    p.d = call.sums;
+    p.d_dtype = p.c_dtype = DType::F32;
+    p.split_accumulator = false;
+  }
+  check_workspace(check, workspace, workspace_cutter.used());
+  return check;
+}
+
+}  // namespace
+
+// Before any graph is captured: cuBLASLt's handle, and the algorithm of this product.
+ffi::Error GemmInitialize(In a, In b, In a_scale_inv, In b_scale_inv, In bias, In c, In d_scale, Out d, Out amax,
+                          Out workspace, GemmAttributes attributes) {
+  Call call;
+  const Check check = plan({a, b, a_scale_inv, b_scale_inv, bias, c, d_scale}, d, amax, workspace, attributes, call);
+  if (check.failed()) return check.error();
+  return call.empty() || call.shape.k == 0 ? ffi::Error::Success() : prepare(call.product);
+}
+
+ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv, In bias, In c, In d_scale, Out d,
+                Out amax, Out workspace, GemmAttributes attributes) {
+  Call call;
+  const Check check = plan({a, b, a_scale_inv, b_scale_inv, bias, c, d_scale}, d, amax, workspace, attributes, call);
+  if (check.failed()) return check.error();
+  if (present(amax)) TE_CUDA_CHECK(cudaMemsetAsync(amax->untyped_data(), 0, sizeof(float), stream));
+  if (call.empty()) return ffi::Error::Success();
+  const GemmShape& s = call.shape;
+  if (call.bias) {
+    TE_CUDA_CHECK(launch({ceil_div(s.n, kThreads), kThreads}, stream, convert, bias.untyped_data(), bias.element_type(),
+                         call.bias, call.product.bias_dtype, s.n));
+  }
+  if (call.a_bf16) TE_CUDA_CHECK(launch_widen(stream, call.a, call.a_bf16));
+  if (call.b_bf16) TE_CUDA_CHECK(launch_widen(stream, call.b, call.b_bf16));
+  if (s.k == 0) {
+    TE_CUDA_CHECK(cudaMemsetAsync(call.sums, 0, sizeof(float) * s.m * s.n, stream));
+  } else if (const ffi::Error error = multiply(call.product, call.scratch, stream); error.failure()) {
+    return error;
+  }
+  if (call.fused) return ffi::Error::Success();
+  const Finish f{call.sums,
+                 data_or_null<float>(a_scale_inv),
+                 data_or_null<float>(b_scale_inv),
+                 data_or_null<float>(d_scale),
+                 data_or_null<void>(bias),
+                 data_or_null<void>(c),
+                 bias.element_type(),
+                 c.element_type(),
+                 call.d.dtype,
+                 call.d.data,
+                 data_or_null<float>(amax),
+                 s.m * s.n,
+                 s.n,
+                 aligned(call.d.data) && aligned(c.untyped_data())};
+  const int64_t blocks = std::min<int64_t>(ceil_div(f.size, 8 * kThreads), 8 * current_device().multiprocessors);
+  TE_CUDA_CHECK(launch({blocks, kThreads}, stream, finish, f));
+  return ffi::Error::Success();
+}
+
+}  // namespace te
+
+TE_HANDLER(gemm, Gemm)
+
+static XLA_FFI_Error* gemm_initialize(XLA_FFI_CallFrame* frame) {
+  using xla::ffi::ExecutionStage;
+  static auto* handler =
+      xla::ffi::Ffi::BindTo<decltype(&te::GemmInitialize), ExecutionStage::kInitialize>(&te::GemmInitialize).release();
+  return handler->Call(frame);
+}
+static const te::Registrar gemm_initialize_registrar("te_gemm", "initialize",
+                                                     reinterpret_cast<void*>(&gemm_initialize));

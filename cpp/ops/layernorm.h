@@ -1,0 +1,81 @@
+// te_layernorm_fwd, te_layernorm_bwd, te_rmsnorm_fwd, te_rmsnorm_bwd: what the CPU and the CUDA handlers of
+// these targets agree on. K is the last axis of x; rows are all axes before it.
+//
+//   layernorm_fwd: x[rows, K], gamma[K], beta[K], scale f32[]? -> y[rows, K], y_t[K, rows]?, mean f32[rows],
+//                  rstd f32[rows], amax f32[]?         y = (x - mean) * rstd * g + beta
+//   rmsnorm_fwd:   the same without beta and mean      y = x * rstd * g
+//   layernorm_bwd: dy[rows, K], x, gamma, mean, rstd -> dx[rows, K], dgamma f32[K], dbeta f32[K]
+//   rmsnorm_bwd:   the same without mean and dbeta
+//
+// g is gamma, or 1 + gamma where gamma is stored zero-centred. rstd = 1 / sqrt(variance + epsilon), or of the
+// mean square for rmsnorm. All arithmetic is in f32. With xhat = (x - mean) * rstd and wdy = dy * g,
+// dx = rstd * (wdy - mean_K(wdy) - xhat * mean_K(wdy * xhat)), without the middle term for rmsnorm.
+#pragma once
+
+#include "core/result.h"
+
+namespace te {
+
+struct NormFwdAttributes {
+  float epsilon;
+  bool zero_centered_gamma;
+};
+struct NormBwdAttributes {
+  bool zero_centered_gamma;
+};
+
+// x and the parameter that every norm has. K is 0 where the check failed already.
+inline int64_t check_norm_input(Check& check, const In& x, const In& gamma) {
+  check.high_precision("x", x).axes("x", x, 1).high_precision("gamma", gamma);
+  if (check.failed()) return 0;
+  const int64_t k = matrix(x, 1).cols;
+  check.size("gamma", gamma, 1, k);
+  return k;
+}
+
+inline void check_row_statistic(Check& check, const char* name, const ffi::AnyBuffer& statistic, int64_t rows) {
+  check.dtype(name, statistic, DType::F32).size(name, statistic, rows, 1);
+}
+
+inline Check check_rmsnorm_fwd(const In& x, const In& gamma, const In& scale, Out& y, Out& y_t, Out& rstd, Out& amax,
+                               const char* op = "te_rmsnorm_fwd") {
+  Check check(op);
+  const int64_t k = check_norm_input(check, x, gamma);
+  if (check.failed()) return check;
+  const int64_t rows = matrix(x, 1).rows;
+  check_row_statistic(check, "rstd", *rstd, rows);
+  return check_result(check, scale, "y", y, "y_t", y_t, amax, rows, k);
+}
+
+inline Check check_layernorm_fwd(const In& x, const In& gamma, const In& beta, const In& scale, Out& y, Out& y_t,
+                                 Out& mean, Out& rstd, Out& amax) {
+  Check check = check_rmsnorm_fwd(x, gamma, scale, y, y_t, rstd, amax, "te_layernorm_fwd");
+  if (check.failed()) return check;
+  check_row_statistic(check, "mean", *mean, matrix(x, 1).rows);
+  return check.high_precision("beta", beta).size("beta", beta, 1, matrix(x, 1).cols);
+}
+
+inline Check check_rmsnorm_bwd(const In& dy, const In& x, const In& gamma, const In& rstd, Out& dx, Out& dgamma,
+                               const char* op = "te_rmsnorm_bwd") {
+  Check check(op);
+  const int64_t k = check_norm_input(check, x, gamma);
+  if (check.failed()) return check;
+  const int64_t rows = matrix(x, 1).rows;
+  check_row_statistic(check, "rstd", rstd, rows);
+  check.high_precision("dy", dy).size("dy", dy, rows, k);
+  check.dtype("dx", *dx, x.element_type()).size("dx", *dx, rows, k);
+  return check.dtype("dgamma", *dgamma, DType::F32).size("dgamma", *dgamma, 1, k);
+}
+
+inline Check check_layernorm_bwd(const In& dy, const In& x, const In& gamma, const In& mean, const In& rstd, Out& dx,
+                                 Out& dgamma, Out& dbeta) {
+  Check check = check_rmsnorm_bwd(dy, x, gamma, rstd, dx, dgamma, "te_layernorm_bwd");
+  if (check.failed()) return check;
+  check_row_statistic(check, "mean", mean, matrix(x, 1).rows);
+  return check.dtype("dbeta", *dbeta, DType::F32).size("dbeta", *dbeta, 1, matrix(x, 1).cols);
+}
+
+}  // namespace te
+
+TE_ATTRIBUTES(te::NormFwdAttributes, TE_ATTRIBUTE(float, epsilon), TE_ATTRIBUTE(bool, zero_centered_gamma));
+TE_ATTRIBUTES(te::NormBwdAttributes, TE_ATTRIBUTE(bool, zero_centered_gamma));

@@ -1,0 +1,115 @@
+// Quantization on the CPU. One pass over x in blocks of kRowBlock rows: cast, amax, column sums, and the
+// transposed copy through a tile that stays in the first-level cache.
+#include "ops/quantize.h"
+
+#include <atomic>
+#include <vector>
+
+#include "core/parallel.h"
+#include "core/rows.h"
+
+namespace te {
+namespace {
+
+template <typename T, typename F8>
+void quantize(ffi::ThreadPool& pool, const Matrix& x, float scale, uint8_t* q, uint8_t* q_t, float* amax,
+              float* colsum) {
+  const int64_t blocks = (x.rows + kRowBlock - 1) / kRowBlock;
+  std::vector<uint32_t> amaxes(blocks, 0);
+  std::vector<float> sums(colsum ? blocks * x.cols : 0, 0.f);
+  parallel_for(pool, blocks, [&](int64_t block) {
+    const int64_t end = std::min(x.rows, (block + 1) * kRowBlock);
+    uint32_t most = 0;
+    uint8_t tile[kTile * kTile];
+    for (int64_t r0 = block * kRowBlock; r0 < end; r0 += kTile) {
+      const int64_t rows = std::min(kTile, end - r0);
+      for (int64_t c0 = 0; c0 < x.cols; c0 += kTile) {
+        const int64_t cols = std::min(kTile, x.cols - c0);
+        uint8_t* cast = q ? q + r0 * x.cols + c0 : tile;
+        const int64_t stride = q ? x.cols : kTile;
+        for (int64_t r = 0; r < rows; ++r) {
+          const T* row = x.as<T>() + (r0 + r) * x.cols + c0;
+          most = std::max(most, cast_row<T, F8>(row, scale, cast + r * stride, cols));
+          if (colsum) add_row<T>(row, sums.data() + block * x.cols + c0, cols);
+        }
+        if (q_t) transpose_tile(cast, stride, q_t + c0 * x.rows + r0, x.rows, rows, cols);
+      }
+    }
+    amaxes[block] = most;
+  });
+  uint32_t most = 0;
+  for (const uint32_t a : amaxes) most = std::max(most, a);
+  *amax = float_of(most);
+  if (colsum) {
+    std::fill_n(colsum, x.cols, 0.f);
+    for (int64_t b = 0; b < blocks; ++b) add_row<float>(sums.data() + b * x.cols, colsum, x.cols);
+  }
+}
+
+}  // namespace
+
+ffi::Error Quantize(ffi::ThreadPool pool, In x, In scale, Out q, Out q_t, Out amax, Out colsum,
+                    QuantizeAttributes attributes) {
+  const Check check = check_quantize(x, scale, q, q_t, amax, colsum, attributes.k_axes);
+  if (check.failed()) return check.error();
+  const Matrix m = matrix(x, attributes.k_axes);
+  const float factor = absent(scale) ? 1.f : *scale.typed_data<float>();
+  const DType out = present(q) ? q->element_type() : present(q_t) ? q_t->element_type() : DType::F8E4M3FN;
+  return with_float(m.dtype, [&](auto t) {
+    return with_fp8(out, [&](auto f8) {
+      quantize<decltype(t), decltype(f8)>(pool, m, factor, data_or_null<uint8_t>(q), data_or_null<uint8_t>(q_t),
+                                          amax->typed_data<float>(), data_or_null<float>(colsum));
+      return ffi::Error::Success();
+    });
+  });
+}
+
+ffi::Error Amax(ffi::ThreadPool pool, In x, Out amax) {
+  Check check("te_amax");
+  check.high_precision("x", x).scalar("amax", *amax);
+  if (check.failed()) return check.error();
+  const Matrix m = matrix(x, 0);
+  return with_float(m.dtype, [&](auto t) {
+    using T = decltype(t);
+    std::atomic<uint32_t> most{0};
+    parallel_rows(pool, m.rows, 1, [&](int64_t first, int64_t last) {
+      const uint32_t mine = amax_row<T>(m.as<T>() + first, last - first);
+      for (uint32_t seen = most; seen < mine && !most.compare_exchange_weak(seen, mine);) {
+      }
+    });
+    *amax->typed_data<float>() = float_of(most);
+    return ffi::Error::Success();
+  });
+}
+
+namespace {
+
+template <typename F8, typename T>
+TE_SIMD void dequantize_row(const F8* q, float scale_inv, T* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] = from_float<T>(to_float(q[i]) * scale_inv);
+}
+
+}  // namespace
+
+ffi::Error Dequantize(ffi::ThreadPool pool, In q, In scale_inv, Out x) {
+  const Check check = check_dequantize(q, scale_inv, x);
+  if (check.failed()) return check.error();
+  const Matrix m = matrix(q, 0);
+  const float factor = *scale_inv.typed_data<float>();
+  return with_fp8(m.dtype, [&](auto f8) {
+    return with_float(x->element_type(), [&](auto t) {
+      using F8 = decltype(f8);
+      using T = decltype(t);
+      parallel_rows(pool, m.rows, 1, [&](int64_t first, int64_t last) {
+        dequantize_row<F8, T>(m.as<F8>() + first, factor, static_cast<T*>(x->untyped_data()) + first, last - first);
+      });
+      return ffi::Error::Success();
+    });
+  });
+}
+
+}  // namespace te
+
+TE_HANDLER(quantize, Quantize)
+TE_HANDLER(amax, Amax)
+TE_HANDLER(dequantize, Dequantize)

@@ -1,0 +1,149 @@
+// Quantization on CUDA. Bytes a value of x, s bytes wide:
+//   te_quantize    s + 1 for each of q and q_t (a tile a block, tile.cuh); column sums add 1/16 and a second launch
+//   te_amax        s
+//   te_dequantize  s + 1
+#include "ops/quantize.h"
+
+#include "core/tile.cuh"
+
+namespace te {
+namespace {
+
+// ---- te_quantize
+
+template <typename T>
+struct Cast {
+  static constexpr int kOutputs = 1, kBlocks = sizeof(T) == 2 ? 4 : 3;
+  using Raw = Vec8<T>;
+  struct Columns {};
+  const T* x;
+  int64_t cols;
+
+  __device__ __forceinline__ Columns columns(int64_t, int, bool) const { return {}; }
+  __device__ __forceinline__ Raw load(int64_t row, int64_t col, int n, bool vector) const {
+    const T* p = x + row * cols + col;
+    return vector ? load8(p) : load8(p, n);
+  }
+  __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[0][j] = raw[j];
+  }
+};
+
+// ---- Flat kernels: a thread takes kFlatLoads times 8 values a turn, neighbours 16 bytes apart.
+
+constexpr int kFlatThreads = 256;
+constexpr int kFlatLoads = 4;
+constexpr int kFlatChunk = kFlatThreads * kFlatLoads * 8;
+
+template <typename T>
+__global__ void __launch_bounds__(kFlatThreads) amax_flat(const T* x, int64_t size, bool vector, float* amax) {
+  float most = 0.f;
+  for (int64_t chunk = static_cast<int64_t>(blockIdx.x) * kFlatChunk; chunk < size;
+       chunk += static_cast<int64_t>(gridDim.x) * kFlatChunk) {
+    const int64_t first = chunk + threadIdx.x * 8;
+    Vec8<T> raw[kFlatLoads];
+#pragma unroll
+    for (int k = 0; k < kFlatLoads; ++k) {
+      const int64_t i = first + k * kFlatThreads * 8;
+      raw[k] = vector && i + 8 <= size ? load8(x + i) : load8(x + i, static_cast<int>(min(size - i, int64_t{8})));
+    }
+#pragma unroll
+    for (int k = 0; k < kFlatLoads; ++k) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) most = max_abs(most, raw[k][j]);
+    }
+  }
+  merge_amax(amax, most);
+}
+
+template <typename T, __nv_fp8_interpretation_t kFormat>
+__global__ void __launch_bounds__(kFlatThreads) dequantize_flat(const uint8_t* q, const float* scale_inv, T* x,
+                                                                int64_t size, bool vector) {
+  const float factor = __ldg(scale_inv);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kFlatChunk + threadIdx.x * 8;
+  uint2 codes[kFlatLoads] = {};
+#pragma unroll
+  for (int k = 0; k < kFlatLoads; ++k) {
+    const int64_t i = first + k * kFlatThreads * 8;
+    if (vector && i + 8 <= size) {
+      codes[k] = __ldcs(reinterpret_cast<const uint2*>(q + i));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (i + j < size) (j < 4 ? codes[k].x : codes[k].y) |= static_cast<uint32_t>(q[i + j]) << (j % 4 * 8);
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kFlatLoads; ++k) {
+    const int64_t i = first + k * kFlatThreads * 8;
+    if (i >= size) continue;
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const auto pair = static_cast<__nv_fp8x2_storage_t>((j < 4 ? codes[k].x : codes[k].y) >> (j % 4 * 8));
+      const float2 decoded = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, kFormat)));
+      v[j] = decoded.x * factor;
+      v[j + 1] = decoded.y * factor;
+    }
+    store8(x + i, round8<T>(v), static_cast<int>(min(size - i, int64_t{8})), vector && i + 8 <= size);
+  }
+}
+
+}  // namespace
+
+// Workspace: 4 * cols * ceil(rows / 128) bytes where colsum is asked for.
+ffi::Error Quantize(cudaStream_t stream, In x, In scale, Out q, Out q_t, Out amax, Out colsum, Out workspace,
+                    QuantizeAttributes attributes) {
+  Check check = check_quantize(x, scale, q, q_t, amax, colsum, attributes.k_axes);
+  if (check.failed()) return check.error();
+  const Matrix m = matrix(x, attributes.k_axes);
+  if (present(colsum)) check_workspace(check, workspace, tile_partials(m.rows, m.cols));
+  if (check.failed()) return check.error();
+  Result out = fp8_or_float_result(q, scale, q_t, amax, m.rows, m.cols);
+  out.y = data_or_null<uint8_t>(q);
+  out.dtype = present(q) ? q->element_type() : present(q_t) ? q_t->element_type() : DType::F8E4M3FN;
+  out.vector = m.cols % 8 == 0 && aligned(out.y) && aligned(m.data);
+  return with_float(m.dtype, [&](auto t) {
+    using T = decltype(t);
+    return launch_tiles(stream, Cast<T>{m.as<T>(), m.cols}, out, data_or_null<float>(colsum),
+                        workspace->untyped_data());
+  });
+}
+
+ffi::Error Amax(cudaStream_t stream, In x, Out amax) {
+  Check check("te_amax");
+  check.high_precision("x", x).scalar("amax", *amax);
+  if (check.failed()) return check.error();
+  const Matrix m = matrix(x, 0);
+  TE_CUDA_CHECK(cudaMemsetAsync(amax->untyped_data(), 0, sizeof(float), stream));
+  const int64_t blocks = std::min<int64_t>(ceil_div(m.rows, kFlatChunk), 8 * current_device().multiprocessors);
+  return with_float(m.dtype, [&](auto t) {
+    using T = decltype(t);
+    TE_CUDA_CHECK(launch({blocks, kFlatThreads}, stream, amax_flat<T>, m.as<T>(), m.rows, aligned(m.data),
+                         amax->typed_data<float>()));
+    return ffi::Error::Success();
+  });
+}
+
+ffi::Error Dequantize(cudaStream_t stream, In q, In scale_inv, Out x) {
+  const Check check = check_dequantize(q, scale_inv, x);
+  if (check.failed()) return check.error();
+  const Matrix m = matrix(q, 0);
+  void* target = x->untyped_data();
+  const bool vector = aligned(m.data) && aligned(target);
+  return with_float(x->element_type(), [&](auto t) {
+    using T = decltype(t);
+    const auto kernel = m.dtype == DType::F8E5M2 ? dequantize_flat<T, __NV_E5M2> : dequantize_flat<T, __NV_E4M3>;
+    TE_CUDA_CHECK(launch({ceil_div(m.rows, kFlatChunk), kFlatThreads}, stream, kernel, m.as<uint8_t>(),
+                         scale_inv.typed_data<float>(), static_cast<T*>(target), m.rows, vector));
+    return ffi::Error::Success();
+  });
+}
+
+}  // namespace te
+
+TE_HANDLER(quantize, Quantize)
+TE_HANDLER(amax, Amax)
+TE_HANDLER(dequantize, Dequantize)

@@ -1,0 +1,1 @@
+"""The parts of the example `train_gpt.py`: options, data, model, training, checkpoint, report."""

@@ -1,0 +1,53 @@
+"""A decoder-only Transformer over bytes, made of transformer_engine_jax's layers."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import transformer_engine_jax.flax as te_flax
+
+from .data import VOCABULARY
+
+# What the model adds to the logical axes of te_flax's layers, and the mesh axis that it is sharded over.
+LOGICAL_AXIS_RULES = (("vocab", None),)
+
+
+class GPT(nn.Module):
+    """Next-byte logits, f32[B, S, 256], of tokens, i32[B, S]."""
+
+    layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    dtype: jnp.dtype = jnp.float32  # of activations; parameters are kept in f32
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embedding = nn.Embed(
+            VOCABULARY,
+            self.hidden,
+            dtype=self.dtype,
+            embedding_init=nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed")),
+            name="embedding",
+        )
+        x = nn.with_logical_constraint(embedding(tokens), ("batch", "seqlen", None))
+        for index in range(self.layers):
+            x = te_flax.TransformerLayer(
+                hidden_size=self.hidden,
+                mlp_hidden_size=self.mlp,
+                num_attention_heads=self.heads,
+                layer_type=te_flax.TransformerLayerType.ENCODER,
+                self_attn_mask_type="causal",
+                enable_relative_embedding=False,
+                enable_rotary_pos_emb=True,
+                rotary_pos_emb_group_method="alternate",
+                scale_attn_logits=True,
+                scaled_query_init=False,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                dtype=self.dtype,
+                name=f"layer_{index}",
+            )(x, deterministic=True)
+        x = te_flax.LayerNorm(dtype=self.dtype, name="norm")(x)
+        # The head is the embedding again. With 256 outputs it costs next to nothing, so it stays in f32.
+        return x.astype(jnp.float32) @ embedding.embedding.T

@@ -1,0 +1,257 @@
+"""The main job as a user runs it: it learns, resumes bit for bit, stops politely, shards, and explains mistakes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import train_gpt  # noqa: E402
+from gpt import data as gpt_data  # noqa: E402
+from gpt.options import ordinary_precision  # noqa: E402
+from gpt.record import Record  # noqa: E402
+
+TINY = "--layers 1 --hidden 32 --heads 2 --mlp 64 --seq 16 --batch 8 --lr 0.02 --eval-batches 2".split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """20 kB of words: a model that sees context predicts them far better than one that doesn't."""
+    words = ["gradient", "scale", "amax", "history", "tensor", "cast"]
+    chosen = np.random.default_rng(0).choice(words, size=4000)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(chosen)[:20_000])
+    return path
+
+
+@pytest.fixture
+def train(text, tmp_path):
+    """train("--steps", 8): runs main() on the tiny model; results go to tmp_path/out unless --out is given."""
+    return lambda *args: train_gpt.main([*TINY, "--data", str(text), "--out", str(tmp_path / "out"), *map(str, args)])
+
+
+def losses(run: Path, kind: str = "loss") -> dict[int, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[kind] for line in lines if kind in line}
+
+
+def script(*args, **kwargs) -> subprocess.Popen:
+    """The script in a process of its own on a CPU with the one device it really has."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *map(str, args)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+# --- Training --------------------------------------------------------------------------------------------------------
+
+
+def test_comparison_learns_and_reports(train, tmp_path, capsys):
+    assert train("--steps", 40, "--compare") == 0
+    out, printed = tmp_path / "out", capsys.readouterr().out
+    entropy = float(re.search(r"unigram entropy: ([0-9.]+)", printed)[1])
+    validation = {}
+    for name in (ordinary_precision(), "delayed"):
+        curve = losses(out / name)
+        assert list(curve) == list(range(1, 41))
+        validation[name] = losses(out / name, "validation_loss")[40]
+        assert validation[name] < entropy - 0.3
+        assert f"{validation[name]:.4f}" in printed
+    # As good as the baseline, up to the noise of 40 steps on a falling curve (0.02 nats from seed to seed).
+    assert validation["delayed"] == pytest.approx(validation[ordinary_precision()], abs=0.1)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert str(out / "loss.png") in printed
+    assert "\x1b" not in printed and "\r" not in printed, "no terminal: plain lines"
+
+
+def test_bf16(train, tmp_path):
+    assert train("--steps", 2, "--recipe", "bf16") == 0
+    assert np.isfinite(list(losses(tmp_path / "out" / "bf16").values())).all()
+
+
+@pytest.mark.parametrize("recipe", ["f32", "delayed", "current"])
+def test_resumed_run_equals_uninterrupted(train, tmp_path, recipe):
+    whole, resumed = tmp_path / "out", tmp_path / "resumed"
+    assert train("--steps", 6, "--checkpoint-every", 3, "--recipe", recipe) == 0
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / recipe / "checkpoints" / "6")
+    assert train_gpt.main(["--out", str(resumed), "--resume"]) == 0
+    tolerance = 0 if jax.default_backend() == "cpu" else 1e-2  # a GPU's GEMMs may sum in another order each time
+    for kind in ("loss", "validation_loss"):
+        a, b = losses(whole / recipe, kind), losses(resumed / recipe, kind)
+        assert list(a) == list(b)
+        np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=tolerance, atol=0)
+    states = [
+        jax.tree.leaves(ocp.StandardCheckpointer().restore(folder.absolute() / recipe / "checkpoints" / "6" / "default"))
+        for folder in (whole, resumed)
+    ]
+    for a, b in zip(*states, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+def test_checkpoint_holds_fp8_state(train, tmp_path):
+    assert train("--steps", 2, "--recipe", "delayed") == 0
+    folder = tmp_path / "out" / "delayed" / "checkpoints" / "2" / "default"
+    state = ocp.StandardCheckpointer().restore(folder)
+    scales = jax.tree.leaves(state["variables"]["_overwrite_with_gradient"])
+    assert scales and not all((np.asarray(leaf) == 1).all() or (np.asarray(leaf) == 0).all() for leaf in scales)
+
+
+def test_mesh_gives_the_curve_of_one_device(text, tmp_path):
+    curves = []
+    for name, mesh in (("one", ()), ("eight", ("--mesh", "data=4,model=2"))):
+        out = tmp_path / name
+        process = script(*TINY, "--data", text, "--steps", 10, "--compare", "--out", out, *mesh)
+        assert process.wait() == 0, process.stderr.read()
+        curves.append({run: list(losses(out / run).values()) for run in ("f32", "delayed")})
+    one, eight = curves
+    # f32: sums in another order differ by a few ulp (6e-8), which ten steps of AdamW amplify.
+    np.testing.assert_allclose(eight["f32"], one["f32"], rtol=1e-4)
+    # FP8: such a difference can push a value over a rounding boundary, half an E4M3 step (2**-4) of one of K terms.
+    np.testing.assert_allclose(eight["delayed"], one["delayed"], rtol=5e-3)
+
+
+# --- Interruption ----------------------------------------------------------------------------------------------------
+
+
+def test_terminated_comparison_resumes(train, tmp_path, capsys, monkeypatch):
+    record_step = Record.train
+
+    def terminated(self, step, loss, speed):
+        record_step(self, step, loss, speed)
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "train", terminated)
+        assert train("--steps", 12, "--compare") == 130
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert f"--out {tmp_path / 'out'} --resume" in capsys.readouterr().out
+    stopped_at = max(losses(tmp_path / "out" / ordinary_precision()))
+    assert 3 <= stopped_at < 12
+    assert not (tmp_path / "out" / "delayed" / "metrics.jsonl").exists()
+    assert train_gpt.main(["--out", str(tmp_path / "out"), "--resume"]) == 0
+    for name in (ordinary_precision(), "delayed"):
+        assert list(losses(tmp_path / "out" / name)) == list(range(1, 13))
+
+
+def test_ctrl_c_in_the_shell(text, tmp_path):
+    with script(*TINY, "--data", text, "--steps", 100_000, "--recipe", "f32", "--out", tmp_path / "out") as process:
+        metrics = tmp_path / "out" / "f32" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in out and "Traceback" not in err
+    assert any(entry.name.isdecimal() for entry in (tmp_path / "out" / "f32" / "checkpoints").iterdir())
+
+
+# --- Mistakes --------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "missing data": ("--data /nowhere/at/all", "/nowhere/at/all: no such file"),
+    "empty folder": ("--data {tmp}/empty", "holds no bytes"),
+    "too little data": ("--seq 50000", "too few for --seq 50000"),
+    "unknown recipe": ("--recipe fp4", "invalid choice: 'fp4'"),
+    "heads": ("--hidden 32 --heads 3", "--hidden 32 over --heads 3"),
+    "no layers": ("--layers 0", "--layers must be at least 1"),
+    "no steps": ("--steps -5", "--steps must be at least 1"),
+    "not a number": ("--steps many", "invalid int value: 'many'"),
+    "warm-up": ("--steps 4 --warmup 5", "--warmup must be between 0 and --steps 4"),
+    "learning rate": ("--lr nan", "--lr must be positive"),
+    "impossible size": ("--hidden 20000000", "GiB"),
+    "mesh grammar": ("--mesh data=4;model=2", "expected something like data=4,model=2"),
+    "mesh axis": ("--mesh tensor=2", "expected something like data=4,model=2"),
+    "mesh over batch": ("--mesh data=3", "data=3 must divide --batch 8"),
+    "mesh over heads": ("--mesh model=4", "model=4 must divide --heads 2"),
+    "mesh of too many": ("--batch 4096 --mesh data=4096", "needs 4096 devices"),
+    "compare what": ("--compare --recipe f32", "--compare sets an FP8 recipe"),
+    "out is a file": ("--out {text}", "Not a directory"),
+    "out below a file": ("--out {text}/run", "Not a directory"),
+    "resume without out": ("--resume", "holds no run"),
+    "unknown option": ("--lehr 1", "unrecognized arguments"),
+}
+
+
+@pytest.mark.parametrize("args, message", MISTAKES.values(), ids=MISTAKES)
+def test_mistake_is_one_clear_line(train, text, tmp_path, capsys, args, message):
+    (tmp_path / "empty").mkdir()
+    assert train("--steps", 4, *args.format(tmp=tmp_path, text=text).split()) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("train_gpt: error: ") and err.count("\n") == 1
+
+
+def test_mistakes_about_earlier_runs(train, text, tmp_path, capsys):
+    assert train("--steps", 2, "--recipe", "f32") == 0
+    capsys.readouterr()
+    cases = [
+        (["--steps", 2, "--recipe", "f32"], "already there"),
+        (["--resume", "--hidden", 64], "has --hidden 32, not 64"),
+        (["--resume", "--recipe", "delayed"], "has --recipe f32, not delayed"),
+    ]
+    for args, message in cases:
+        assert train(*args) == 2
+        assert message in capsys.readouterr().err
+    text.write_text(text.read_text().swapcase())
+    assert train("--resume") == 2
+    assert "the data isn't what the run" in capsys.readouterr().err
+    text.write_text(text.read_text().swapcase())
+    shutil.rmtree(tmp_path / "out" / "f32" / "checkpoints")
+    assert train("--resume") == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+# --- Data ------------------------------------------------------------------------------------------------------------
+
+
+def test_folder_is_split_by_file_and_stays_so(tmp_path):
+    for index in range(200):
+        (tmp_path / f"{index}.txt").write_text(f"<{index}>" * 5)
+    before = gpt_data.load(str(tmp_path), seq=8)
+    (tmp_path / "another.txt").write_text("another")
+    after = gpt_data.load(str(tmp_path), seq=8)
+    names = lambda part: set(re.findall(rb"<\d+>", part.tobytes()))  # noqa: E731
+    assert names(before.train) | names(before.validation) == {b"<%d>" % index for index in range(200)}
+    assert not names(before.train) & names(before.validation)
+    assert names(before.validation) == names(after.validation)
+
+
+def test_default_data_is_the_standard_library():
+    data = gpt_data.load(None, seq=128)
+    assert min(len(data.train), len(data.validation)) > 100_000
+    assert b"import " in data.train.tobytes()
+
+
+def test_unigram_entropy():
+    data = gpt_data.Data(np.frombuffer(b"aabb", np.uint8), np.frombuffer(b"ccdd", np.uint8))
+    assert data.unigram_entropy == pytest.approx(np.log(4))
+
+
+def test_batches_depend_on_seed_and_step_alone(text):
+    data = gpt_data.load(str(text), seq=16)
+    first = data.train_batch(seed=0, step=1, batch=8, seq=16)
+    assert first.shape == (8, 17) and first.dtype == np.uint8
+    np.testing.assert_array_equal(first, data.train_batch(seed=0, step=1, batch=8, seq=16))
+    assert (first != data.train_batch(seed=0, step=2, batch=8, seq=16)).any()
+    assert (first != data.train_batch(seed=1, step=1, batch=8, seq=16)).any()
+    windows = np.concatenate(list(data.validation_batches(2, 4, 16)))
+    assert windows[0].tobytes() == data.validation[:17].tobytes()
+    assert windows[-1].tobytes() == data.validation[-17:].tobytes()

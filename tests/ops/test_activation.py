@@ -1,0 +1,246 @@
+"""Activations against their textbook formulas in f64, handlers and references alike."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from stored import E4M3, E5M2, EPS, assert_amax, assert_fp8, assert_rounded, assert_transposed, relative_l2, wide
+
+from transformer_engine_jax.kernel import use_references
+from transformer_engine_jax.ops.activation import activation, activation_bwd, activation_fwd, fused_name
+
+EXACT = {
+    "gelu": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "relu": lambda x: np.maximum(x, 0),
+    "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
+    "squared_relu": lambda x: np.square(np.maximum(x, 0)),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+}
+PLAIN = {
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+}
+NAMES = [name + suffix for name in EXACT for suffix in ("", "_linear")]
+SHAPES = [(1, 1), (5, 7), (3, 1000), (130, 100), (2, 3, 33), (300, 500), (17,)]  # [.., N]
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
+
+
+@pytest.fixture(params=["handler", "reference"])
+def implementation(request):
+    with use_references(request.param == "reference"):
+        yield request.param
+
+
+def inputs(name, shape, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    z = rng.normal(0.0, 2.5, (*shape[:-1], 2 if name.endswith("_linear") else 1, shape[-1]))
+    return jnp.asarray(z, dtype), jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def exact_forward(name, z):
+    """y, and the magnitude that its rounding error is relative to, in f64."""
+    z = wide(z)
+    gate = z[..., 1, :] if name.endswith("_linear") else np.ones_like(z[..., 0, :])
+    y = EXACT[name.removesuffix("_linear")](z[..., 0, :])
+    # The exponential magnifies the relative error of its argument, at most about 3 |x| + x^3 / 5 here, where y is tiny.
+    x = np.abs(z[..., 0, :])
+    return y * gate, np.abs(y * gate) * (1 + x + x**3 / 10)
+
+
+def exact_backward(name, dy, z):
+    z, dy, step = wide(z), wide(dy), 1e-6
+    curve, x = EXACT[name.removesuffix("_linear")], z[..., 0, :]
+    slope = (curve(x + step) - curve(x - step)) / (2 * step)  # to 1e-9
+    if not name.endswith("_linear"):
+        return (dy * slope)[..., None, :]
+    return np.stack([dy * slope * z[..., 1, :], dy * curve(x)], axis=-2)
+
+
+def plain(name, z):
+    y = PLAIN[name.removesuffix("_linear")](z[..., 0, :])
+    return y * z[..., 1, :] if name.endswith("_linear") else y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_value(implementation, name, shape, dtype):
+    z, _ = inputs(name, shape, dtype)
+    out = activation_fwd(z, None, activation=name, amax=True)
+    assert out.y.shape == shape and out.y.dtype == dtype and out.y_t is None
+    assert_rounded(out.y, *exact_forward(name, z))
+    assert float(out.amax) == np.abs(wide(out.y)).max()
+
+
+@pytest.mark.parametrize("dtype, fp8", [(jnp.float32, E4M3), (jnp.bfloat16, E5M2), (jnp.float16, E4M3)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_fp8_results(implementation, name, shape, dtype, fp8):
+    z, dy = inputs(name, shape, dtype)
+    scale = 19.0
+    out = activation_fwd(z, jnp.float32(scale), activation=name, dtype=fp8, y_t=True, amax=True)
+    y, _ = exact_forward(name, z)
+    assert out.y.shape == shape and out.y.dtype == out.y_t.dtype == fp8
+    assert_fp8(out.y, y, scale)
+    assert_amax(out.amax, y)
+    assert_transposed(out.y_t, out.y, 1)
+
+    d = activation_bwd(dy, z, jnp.float32(scale), activation=name, dtype=fp8, dz_t=True, amax=True, dbias=True)
+    dz = exact_backward(name, dy, z)
+    assert d.dz.shape == z.shape and d.dz.dtype == d.dz_t.dtype == fp8
+    assert_fp8(d.dz, dz, scale)
+    assert_amax(d.amax, dz, ulps=16)
+    assert_transposed(d.dz_t, d.dz, 2)
+    rows = tuple(range(z.ndim - 2))
+    assert d.dbias.shape == z.shape[-2:] and d.dbias.dtype == jnp.float32
+    assert np.all(np.abs(d.dbias - dz.sum(rows)) <= 16 * EPS * np.abs(dz).sum(rows) + 1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 7), (3, 1000), (2, 3, 33), (17,)])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient(implementation, name, shape, dtype):
+    z, dy = inputs(name, shape, dtype)
+    activations = tuple(name.rsplit("_linear", 1)[0:1] + ["linear"] * name.endswith("_linear"))
+    assert fused_name(activations) == name
+    got = jax.vjp(lambda z: activation(z, activations), z)[1](dy)[0]
+    expected = jax.vjp(lambda z: plain(name, z), z.astype(jnp.float32))[1](dy.astype(jnp.float32))[0]
+    assert got.dtype == dtype and got.shape == z.shape
+    # Rounded once to its dtype; for f32, jax.nn's own error (1 + tanh cancels) and ours.
+    assert relative_l2(got, expected) <= (16 * EPS if dtype == jnp.float32 else float(jnp.finfo(dtype).eps))
+
+
+def test_relative_precision_of_the_tails(implementation):
+    x = jnp.linspace(-9.5, -3.0, 1000, dtype=jnp.float32)[None]
+    for name in ("gelu", "silu", "quick_gelu", "sigmoid"):
+        y = activation_fwd(x, None, activation=name).y
+        exact = wide(x[0])
+        # gelu's tail from erfc-like cancellation-free form: x / (1 + exp(-2u))
+        u = np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)
+        exact = exact / (1 + np.exp(-2 * u)) if name == "gelu" else EXACT[name](exact)
+        assert np.max(np.abs(wide(y) / exact - 1)) < 100 * EPS
+
+
+@pytest.mark.parametrize("name", list(EXACT))
+def test_limits(implementation, name):
+    big = 3e38
+    z = jnp.asarray([[-np.inf, -big, -200.0, -0.0, 0.0, 200.0, big, np.inf, np.nan]], jnp.float32)
+    y = np.asarray(activation_fwd(z, None, activation=name).y)
+    at_zero, top = (0.5, 1.0) if name == "sigmoid" else (0.0, np.inf)
+    np.testing.assert_array_equal(y[:5], [0, 0, 0, at_zero, at_zero])
+    high = np.asarray(z[0, 5:8])
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(y[5:8], {"sigmoid": np.ones(3), "squared_relu": high * high}.get(name, high))
+    assert y[7] == top and np.isnan(y[8])
+    slope = np.asarray(activation_bwd(jnp.ones(9), z, None, activation=name).dz)[0]
+    np.testing.assert_array_equal(slope[:3], 0)
+    np.testing.assert_array_equal(slope[5:8], {"sigmoid": np.zeros(3), "squared_relu": 2 * high}.get(name, np.ones(3)))
+
+
+def test_nan_shows_in_amax_and_in_its_code(implementation):
+    z, dy = inputs("silu_linear", (6, 100))
+    z = z.at[2, 1, 5].set(jnp.nan)
+    out = activation_fwd(z, jnp.float32(1), activation="silu_linear", dtype=E4M3, amax=True)
+    codes = np.asarray(out.y).view(np.uint8)
+    assert np.isnan(out.amax) and codes[2, 5] == 0x7F and np.sum(codes & 0x7F == 0x7F) == 1
+    d = activation_bwd(dy, z, None, activation="silu_linear", amax=True, dbias=True)
+    assert np.isnan(d.amax) and np.isnan(d.dbias[0, 5]) and np.sum(np.isnan(d.dbias)) == 1
+
+
+@pytest.mark.parametrize("name, shape", [("gelu", (0, 8)), ("silu_linear", (4, 0, 8))])
+def test_zero_rows(implementation, name, shape):
+    z, dy = inputs(name, shape)
+    out = activation_fwd(z, jnp.float32(1), activation=name, dtype=E4M3, y_t=True, amax=True)
+    assert out.y.shape == shape and out.y_t.shape == (8, *shape[:-1]) and float(out.amax) == 0
+    d = activation_bwd(dy, z, None, activation=name, amax=True, dbias=True)
+    assert d.dz.shape == z.shape and float(d.amax) == 0 and not d.dbias.any()
+
+
+def test_jit_vmap_and_vmap_of_grad(implementation):
+    z, dy = inputs("gelu_linear", (4, 6, 50))
+    f = lambda z, dy: jax.vjp(lambda z: activation(z, ("gelu", "linear")), z)[1](dy)[0]  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(jax.vmap(f))(z, dy), f(z, dy))
+
+
+def test_activations_without_a_kernel():
+    z, _ = inputs("gelu_linear", (5, 7))
+    for activations, expected in (
+        (("linear", "silu"), z[:, 0] * jax.nn.silu(z[:, 1])),
+        ((jnp.tanh, "linear"), jnp.tanh(z[:, 0]) * z[:, 1]),
+    ):
+        assert fused_name(activations) is None
+        np.testing.assert_allclose(activation(z, activations), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(activation(z[:, :1], jnp.sin), jnp.sin(z[:, 0]))
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    {
+        "activation: activations: expected some of .* got 'swish'": lambda z: activation(z, "swish"),
+        "activation: activations: expected at least one": lambda z: activation(z, ()),
+        r"activation: z: expected \[.., 2, N\]": lambda z: activation(z, ("silu", "linear")),
+        "activation: z: expected f32, f16 or bf16, got int32": lambda z: activation(z.astype(int), "silu"),
+        "activation_fwd: activation: expected one of": lambda z: activation_fwd(z, None, activation="linear"),
+        r"activation_fwd: z: expected \[.., 2, N\]": lambda z: activation_fwd(z, None, activation="silu_linear"),
+        "activation_bwd: dtype: expected FP8 with a scale": lambda z: activation_bwd(
+            z[:, 0], z, None, activation="silu", dtype=E4M3
+        ),
+    }.items(),
+)
+def test_mistakes(message, call):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((3, 1, 8)))
+
+
+F32, FP8 = jnp.float32, E4M3
+ABSENT = ((0,), F32)
+FWD = {"z": ((3, 2, 8), F32), "scale": ABSENT}, {"y": ((3, 8), F32), "y_t": ABSENT, "amax": ABSENT}
+BWD = (
+    {"dy": ((3, 8), F32), "z": ((3, 2, 8), F32), "scale": ABSENT},
+    {"dz": ((3, 2, 8), F32), "dz_t": ABSENT, "amax": ABSENT, "dbias": ABSENT},
+)
+
+
+def ffi(name, operands, results, attributes):
+    call = jax.ffi.ffi_call(f"te_{name}", [jax.ShapeDtypeStruct(*r) for r in results.values()])
+    return jax.block_until_ready(jax.jit(lambda *a: call(*a, **attributes))(*[jnp.zeros(*o) for o in operands.values()]))
+
+
+@pytest.mark.parametrize(
+    "argument, wrong",
+    [
+        ("z", ((8,), F32)),
+        ("z", ((3, 1, 8), F32)),
+        ("z", ((3, 2, 8), jnp.int32)),
+        ("z", ((3, 2, 8), FP8)),
+        ("scale", ((), F32)),  # then the result has to be FP8
+        ("scale", ((1,), F32)),
+        ("y", ((3, 7), F32)),
+        ("y", ((3, 8), FP8)),
+        ("y_t", ((8, 3), FP8)),
+        ("amax", ((1,), F32)),
+        ("dy", ((3, 7), F32)),
+        ("dz", ((3, 8), F32)),
+        ("dz_t", ((2, 8, 3), FP8)),
+        ("dbias", ((2, 7), F32)),
+        ("dbias", ((2, 8), jnp.bfloat16)),
+    ],
+)
+def test_malformed_calls_raise(argument, wrong):
+    for name, (operands, results) in (("activation_fwd", FWD), ("activation_bwd", BWD)):
+        if argument in operands or argument in results:
+            operands, results = dict(operands), dict(results)
+            (operands if argument in operands else results)[argument] = wrong
+            with pytest.raises(Exception, match=f"te_{name}: "):
+                ffi(name, operands, results, {"activation": "silu_linear"})
+
+
+@pytest.mark.parametrize("name", ["", "swish", "linear", "_linear", "gelu_", "gelu_linear_linear"])
+def test_unknown_activations_raise(name):
+    with pytest.raises(Exception, match="te_activation_fwd: activation: expected gelu"):
+        ffi("activation_fwd", *FWD, {"activation": name})

@@ -1,0 +1,273 @@
+"""The matrix product against NumPy in f64: every pair of dtypes, every epilogue, odd sizes, every instruction set.
+
+Run as a script it checks the values of CASES, which is how the instruction sets are tried one by one.
+"""
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_engine_jax.kernel import use_references
+from transformer_engine_jax.ops.gemm import gemm
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
+
+# Unit roundoff (half the distance to the next value, relative) and half the smallest value above zero.
+ROUNDOFF = {F32: (2**-24, 2**-127), F16: (2**-11, 2**-25), BF16: (2**-8, 2**-127), E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}  # fmt: skip
+
+
+class Case(NamedTuple):
+    m: int
+    n: int
+    k: int
+    a: type = E4M3
+    b: type = E4M3
+    d: type = BF16
+    bias: type | None = None
+    c: type | None = None
+    scales: bool = True  # of FP8 operands
+    amax: bool = False
+
+    def __str__(self):
+        dtypes = [jnp.dtype(t).name if t else "-" for t in (self.a, self.b, self.d, self.bias, self.c)]
+        return f"{self.m}x{self.n}x{self.k}-" + "-".join(dtypes) + ("-amax" if self.amax else "")
+
+
+PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2), (BF16, BF16), (F16, F16), (F32, F32)]
+CASES = [
+    *[Case(48, 32, 64, a, b, d) for a, b in PAIRS for d in (BF16, F16, F32)],
+    *[Case(48, 32, 64, a, b, d, BF16, amax=True) for a, b in PAIRS for d in (E4M3, E5M2)],
+    # Edges of every tile (4x8 to 32x48), of a block of k (256, 512) and of a task's block (128x192).
+    *[Case(m, n, k, E5M2, E4M3, F32) for m, n, k in [(1, 1, 1), (3, 17, 100), (17, 3, 1), (33, 49, 257), (1, 50, 513)]],
+    *[Case(129, 193, 1030, a, a, F32) for a in (E4M3, BF16, F16, F32)],
+    Case(300, 260, 40),
+    # Epilogues.
+    *[Case(20, 30, 40, d=d, bias=bias, c=c) for d in (BF16, F32) for bias in (None, F32, BF16) for c in (None, d)],
+    *[Case(20, 30, 40, a, a, a, bias, a, amax=True) for a in (F32, F16, BF16) for bias in (F32, F16)],
+    Case(20, 30, 40, d=E4M3, bias=F32, c=BF16, amax=True),
+    Case(16, 16, 16, d=E5M2, c=F32, amax=True),
+    Case(16, 16, 16, scales=False),
+    # Nothing to sum, and nothing at all.
+    Case(5, 6, 0, bias=F32, c=BF16),
+    Case(5, 6, 0, BF16, BF16, F32, amax=True),
+    Case(0, 6, 7, amax=True),
+    Case(6, 0, 7, d=E4M3, amax=True),
+]
+
+
+def is_fp8(dtype) -> bool:
+    return dtype in (E4M3, E5M2)
+
+
+def f64(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def operands(case: Case, seed: int = 0) -> list:
+    """Random operands in the order of gemm's parameters."""
+    rng = np.random.default_rng(seed)
+
+    def normal(dtype, *shape):
+        return None if dtype is None else jnp.asarray(rng.standard_normal(shape), F32).astype(dtype)
+
+    scale = [F32(s) if case.scales and is_fp8(t) else None for s, t in ((0.37, case.a), (1.9, case.b))]
+    d_scale = F32(3.3) if is_fp8(case.d) else None
+    a, b = normal(case.a, case.m, case.k), normal(case.b, case.n, case.k)
+    return [a, b, *scale, normal(case.bias, case.n), normal(case.c, case.m, case.n), d_scale]
+
+
+def check_values(case: Case) -> None:
+    a, b, a_scale_inv, b_scale_inv, bias, c, d_scale = args = operands(case)
+    out = gemm(*args, dtype=case.d, amax=case.amax)
+    factor = float(1 if a_scale_inv is None else a_scale_inv) * float(1 if b_scale_inv is None else b_scale_inv)
+    terms = [f64(x) for x in (bias, c) if x is not None]
+    expected = sum([f64(a) @ f64(b).T * factor, *terms])
+    # Each of K sums and of the last steps rounds once in f32, relative to at most the sum of magnitudes.
+    magnitudes = sum([np.abs(f64(a)) @ np.abs(f64(b)).T * factor, *[np.abs(t) for t in terms]])
+    summed = (case.k + 4) * 2**-24 * magnitudes
+    unit, least = ROUNDOFF[case.d]
+    step = 1.0 if d_scale is None else float(d_scale)
+    stored = f64(out.d) / step
+    assert out.d.dtype == case.d
+    assert out.d.shape == (case.m, case.n)
+    np.testing.assert_array_less(np.abs(stored - expected), (1 + unit) * summed + unit * np.abs(expected) + least / step + 1e-37)  # fmt: skip
+    if not case.amax:
+        assert out.amax is None
+    elif is_fp8(case.d):
+        most = np.max(np.abs(expected), initial=0.0)
+        np.testing.assert_allclose(float(out.amax), most, rtol=2**-24, atol=np.max(summed, initial=0.0))
+    else:
+        assert float(out.amax) == np.max(np.abs(f64(out.d)), initial=0.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values(case):
+    check_values(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference(case):
+    with use_references(True):
+        check_values(case)
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx"])
+def test_every_instruction_set(isa):
+    env = {**os.environ, "TE_CPU_ISA": isa, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
+    if "TE_CPU_ISA: expected one of" in done.stderr:
+        pytest.skip(f"this processor has no {isa}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(len(CASES)), "cases"]
+
+
+def test_unknown_instruction_set_is_an_error():
+    env = {**os.environ, "TE_CPU_ISA": "sse9", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "TE_CPU_ISA: expected one of portable" in done.stderr
+    assert "got sse9" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_all_fp8_codes(dtype):
+    """Every code times one is what NumPy says it is, NaN and infinities included."""
+    codes = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), dtype)
+    product = gemm(codes[:, None], jnp.ones((1, 1), dtype), None, None, None, None, None, dtype=F32).d
+    np.testing.assert_array_equal(np.asarray(product)[:, 0], np.asarray(codes).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, BF16, F16, F32], ids=lambda t: jnp.dtype(t).name)
+@pytest.mark.parametrize("result", [F32, BF16, F16, E4M3, E5M2], ids=lambda t: jnp.dtype(t).name)
+def test_nan_and_infinity_stay_in_their_row(dtype, result):
+    a = jnp.ones((70, 90), F32).at[3, 7].set(jnp.nan).astype(dtype)
+    b = jnp.ones((60, 90), dtype)
+    if dtype != E4M3:  # which has no infinity
+        a = a.at[5, 1].set(jnp.inf)
+    d_scale = F32(1) if is_fp8(result) else None
+    out = gemm(a, b, None, None, None, None, d_scale, dtype=result, amax=True)
+    d = f64(out.d)
+    expected = np.full((70, 60), 90.0)
+    expected[3] = np.nan
+    if dtype != E4M3:
+        expected[5] = {E4M3: 448, E5M2: 57344}.get(result, np.inf)
+    expected[expected == 90] = 88 if result == E4M3 else 96 if result == E5M2 else 90
+    np.testing.assert_array_equal(d, expected)
+    assert np.isnan(float(out.amax))
+
+
+def test_infinite_amax():
+    a = jnp.ones((4, 4), F32).at[1, 1].set(jnp.inf)
+    out = gemm(a, a[:1], None, None, None, None, F32(1), dtype=E5M2, amax=True)
+    assert float(out.amax) == np.inf
+    assert float(out.d[1, 0]) == 57344
+
+
+def test_several_axes_and_jit():
+    rng = np.random.default_rng(1)
+    a = jnp.asarray(rng.standard_normal((2, 5, 3, 8)), BF16)
+    b = jnp.asarray(rng.standard_normal((4, 2, 3, 8)), BF16)
+    bias = jnp.asarray(rng.standard_normal((4, 2)), F32)
+
+    @jax.jit
+    def product(a, b, bias):
+        return gemm(a, b, None, None, bias, None, None, dtype=F32, k_axes=2).d
+
+    expected = np.einsum("xymk,nzmk->xynz", f64(a), f64(b)) + f64(bias)
+    np.testing.assert_allclose(product(a, b, bias), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batched", ["a", "b", "both"])
+@pytest.mark.parametrize("amax", [False, True])
+def test_vmap(batched, amax):
+    rng = np.random.default_rng(2)
+    a = jnp.asarray(rng.standard_normal((4, 6, 8) if batched != "b" else (6, 8)), F32).astype(E4M3)
+    b = jnp.asarray(rng.standard_normal((4, 5, 8) if batched != "a" else (5, 8)), F32).astype(E5M2)
+    in_axes = (0 if batched != "b" else None, 0 if batched != "a" else None)
+
+    def product(a, b):
+        return gemm(a, b, F32(0.5), F32(2), None, None, None, dtype=F32, amax=amax)
+
+    out = jax.vmap(product, in_axes)(a, b)
+    left = "tmk" if batched != "b" else "mk"
+    right = "tnk" if batched != "a" else "nk"
+    expected = np.einsum(f"{left},{right}->tmn", f64(a), f64(b))
+    np.testing.assert_allclose(out.d, expected, rtol=1e-5, atol=1e-5)
+    if amax:
+        np.testing.assert_array_equal(out.amax, np.abs(np.asarray(out.d)).max(axis=(1, 2)))
+
+
+def test_sums_do_not_depend_on_the_other_sizes():
+    """A row's sum has the same bits alone and among others: shards and microbatches agree with the whole."""
+    a, b, *rest = operands(Case(200, 210, 700, F32, F32, F32))
+    whole = np.asarray(gemm(a, b, *rest, dtype=F32).d)
+    part = np.asarray(gemm(a[150:151], b[70:80], *rest, dtype=F32).d)
+    np.testing.assert_array_equal(part, whole[150:151, 70:80])
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------------------------
+
+
+def ffi_gemm(*args, d=(BF16, (4, 6)), amax=None, **attributes):
+    """The handler itself, past the checks of the Python side."""
+    shapes = [jax.ShapeDtypeStruct(d[1], d[0]), jax.ShapeDtypeStruct((0,) if amax is None else amax, F32)]
+    args = [jnp.zeros((0,), F32) if x is None else x for x in args]
+    attributes = {"k_axes": np.int64(1), "split_accumulator": True, **attributes}
+    return jax.block_until_ready(jax.ffi.ffi_call("te_gemm", shapes)(*args, **attributes))
+
+
+def zeros(*shape, dtype=E4M3):
+    return jnp.zeros(shape, dtype)
+
+
+A, B, ONE = zeros(4, 8), zeros(6, 8), F32(1)
+MISTAKES = {
+    "a: expected an FP8 dtype": dict(args=[zeros(4, 8, dtype=jnp.int32), B, None, None, None, None, None]),
+    "b: expected an FP8 dtype, as a": dict(args=[A, zeros(6, 8, dtype=F32), ONE, ONE, None, None, None]),
+    "b: expected bf16": dict(args=[zeros(4, 8, dtype=BF16), zeros(6, 8, dtype=F16), None, None, None, None, None]),
+    "b: expected the last 1 axes": dict(args=[A, zeros(6, 9), ONE, ONE, None, None, None]),
+    "a: expected at least 3 axes": dict(args=[A, B, ONE, ONE, None, None, None], k_axes=np.int64(3)),
+    "a: expected at least -1 axes": dict(args=[A, B, ONE, ONE, None, None, None], k_axes=np.int64(-1)),
+    r"a_scale_inv: expected f32\[\]": dict(args=[A, B, zeros(2, dtype=F32), ONE, None, None, None]),
+    "b_scale_inv: expected absent": dict(args=[zeros(4, 8, dtype=F32), zeros(6, 8, dtype=F32), None, ONE, None, None, None]),  # fmt: skip
+    "bias: expected 1 x 6": dict(args=[A, B, ONE, ONE, zeros(4, dtype=F32), None, None]),
+    "bias: expected f32, f16 or bf16": dict(args=[A, B, ONE, ONE, zeros(6), None, None]),
+    "c: expected 4 x 6": dict(args=[A, B, ONE, ONE, None, zeros(4, 5, dtype=F32), None]),
+    "d: expected 4 x 6": dict(args=[A, B, ONE, ONE, None, None, None], d=(BF16, (6, 5))),
+    "d: expected FP8 with a d_scale": dict(args=[A, B, ONE, ONE, None, None, ONE]),
+    "d: expected f32, f16 or bf16 without": dict(args=[A, B, ONE, ONE, None, None, None], d=(E4M3, (4, 6))),
+    r"amax: expected f32\[\]": dict(args=[A, B, ONE, ONE, None, None, None], amax=(2,)),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_exceptions(message):
+    mistake = dict(MISTAKES[message])
+    with pytest.raises(Exception, match=f"te_gemm: {message}"):
+        ffi_gemm(*mistake.pop("args"), **mistake)
+
+
+@pytest.mark.parametrize(
+    "message, a, b",
+    [
+        ("gemm: b: expected its last 1 axes", zeros(4, 8), zeros(6, 9)),
+        ("gemm: b: expected an FP8 dtype", zeros(4, 8), zeros(6, 8, dtype=F32)),
+        ("gemm: b: expected bfloat16", zeros(4, 8, dtype=BF16), zeros(6, 8, dtype=F16)),
+    ],
+)
+def test_mistakes_name_the_argument(message, a, b):
+    with pytest.raises(ValueError, match=message):
+        gemm(a, b, None, None, None, None, None, dtype=F32)
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        check_values(case)
+    print(len(CASES), "cases")

@@ -1,0 +1,268 @@
+"""LayerNorm and RMSNorm against their formulas in f64, handlers and references alike."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from stored import E4M3, E5M2, EPS, assert_amax, assert_fp8, assert_rounded, assert_transposed, relative_l2, wide
+
+from transformer_engine_jax.kernel import use_references
+from transformer_engine_jax.ops.layernorm import (
+    layernorm,
+    layernorm_bwd,
+    layernorm_fwd,
+    rmsnorm,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+)
+
+EPSILON = 1e-5
+SHAPES = [(1, 1), (5, 7), (3, 1000), (130, 100), (2, 3, 33), (300, 1000), (17,)]
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
+
+
+@pytest.fixture(params=["handler", "reference"])
+def implementation(request):
+    with use_references(request.param == "reference"):
+        yield request.param
+
+
+@pytest.fixture(params=[True, False], ids=["layernorm", "rmsnorm"])
+def centred(request):
+    return request.param
+
+
+def inputs(shape, dtype=jnp.float32, gamma_dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(0.5, 2.0, shape)
+    gamma, beta, dy = rng.normal(1.0, 0.5, shape[-1:]), rng.normal(0.0, 0.5, shape[-1:]), rng.normal(size=shape)
+    return jnp.asarray(x, dtype), jnp.asarray(gamma, gamma_dtype), jnp.asarray(beta, gamma_dtype), jnp.asarray(dy, dtype)
+
+
+def exact_norm(x, gamma, beta, centred, zero_centered=False):
+    """y, mean, rstd and the sum of the terms' magnitudes that make y, in f64."""
+    x = wide(x)
+    mean = x.mean(-1, keepdims=True) if centred else np.zeros((*x.shape[:-1], 1))
+    rstd = 1.0 / np.sqrt(np.square(x - mean).mean(-1, keepdims=True) + EPSILON)
+    g = wide(gamma) + float(zero_centered)
+    beta = wide(beta) if centred else np.zeros_like(g)
+    magnitude = (np.abs(x) + np.abs(mean)) * rstd * np.abs(g) + np.abs(beta)
+    return (x - mean) * rstd * g + beta, mean[..., 0], rstd[..., 0], magnitude
+
+
+def forward(centred, x, gamma, beta, scale=None, **options):
+    options = {"epsilon": EPSILON, **options}
+    return layernorm_fwd(x, gamma, beta, scale, **options) if centred else rmsnorm_fwd(x, gamma, scale, **options)
+
+
+def plain(centred, x, gamma, beta, zero_centered=False):
+    """The formula as anyone would write it, for jax.grad."""
+    x, gamma, beta = (a.astype(jnp.float32) for a in (x, gamma, beta))
+    gamma = gamma + 1 if zero_centered else gamma
+    if centred:
+        x = x - x.mean(-1, keepdims=True)
+    y = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + EPSILON) * gamma
+    return y + beta if centred else y
+
+
+def op(centred, x, gamma, beta, zero_centered=False):
+    options = {"epsilon": EPSILON, "zero_centered_gamma": zero_centered}
+    return layernorm(x, gamma, beta, **options) if centred else rmsnorm(x, gamma, **options)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_value(implementation, centred, shape, dtype, zero_centered):
+    x, gamma, beta, _ = inputs(shape, dtype)
+    out = forward(centred, x, gamma, beta, zero_centered_gamma=zero_centered, amax=True)
+    y, mean, rstd, magnitude = exact_norm(x, gamma, beta, centred, zero_centered)
+    assert out.y.dtype == dtype and out.y_t is None
+    # Sums of up to 1000 terms in 32 lanes, and their effect on a difference: 16 ulps of the terms' magnitude.
+    assert_rounded(out.y, y, magnitude, ulps=16)
+    assert_rounded(out.rstd, rstd, rstd, ulps=16)
+    if centred:
+        assert_rounded(out.mean, mean, np.abs(wide(x)).mean(-1), ulps=16)
+    assert float(out.amax) == np.abs(wide(out.y)).max()
+
+
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp8_result(implementation, centred, shape, dtype, fp8):
+    x, gamma, beta, _ = inputs(shape, dtype)
+    scale = 37.0
+    out = forward(centred, x, gamma, beta, jnp.float32(scale), dtype=fp8, y_t=True, amax=True)
+    y = exact_norm(x, gamma, beta, centred)[0]
+    assert out.y.dtype == out.y_t.dtype == fp8
+    assert_fp8(out.y, y, scale)
+    assert_amax(out.amax, y, ulps=16)
+    assert_transposed(out.y_t, out.y, 1)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype, gamma_dtype", [(d, g) for d in DTYPES for g in (jnp.float32, d)])
+@pytest.mark.parametrize("shape", [(5, 7), (3, 1000), (130, 100), (2, 3, 33), (17,)])
+def test_gradients(implementation, centred, shape, dtype, gamma_dtype, zero_centered):
+    x, gamma, beta, dy = inputs(shape, dtype, gamma_dtype)
+    got = jax.vjp(lambda *a: op(centred, *a, zero_centered), x, gamma, beta)[1](dy)
+    expected = jax.vjp(lambda *a: plain(centred, *a, zero_centered), x, gamma, beta)[1](dy.astype(jnp.float32))
+    for g, e, a in zip(got, expected, (x, gamma, beta)):
+        assert g.dtype == a.dtype and g.shape == a.shape
+        # Both are rounded once to their dtype; for f32, 64 ulps for the order of two chained reductions.
+        assert relative_l2(g, e) <= (64 * EPS if g.dtype == jnp.float32 else float(jnp.finfo(g.dtype).eps))
+
+
+def test_gradient_of_rows_far_from_zero(implementation):
+    # The one-pass variance E[x^2] - E[x]^2 loses all digits here.
+    x, gamma, beta, dy = inputs((4, 256))
+    far = x + 4096.0
+    y, _, _, _ = exact_norm(far, gamma, beta, True)
+    assert relative_l2(layernorm(far, gamma, beta, epsilon=EPSILON), y) < 1e-3
+    x64 = wide(far)
+    centred = x64 - x64.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt(np.square(centred).mean(-1, keepdims=True) + EPSILON)
+    xhat, wdy = centred * rstd, wide(dy) * wide(gamma)
+    dx = rstd * (wdy - wdy.mean(-1, keepdims=True) - xhat * (wdy * xhat).mean(-1, keepdims=True))
+    got = jax.vjp(lambda x: layernorm(x, gamma, beta, epsilon=EPSILON), far)[1](dy)[0]
+    assert relative_l2(got, dx) < 1e-3
+
+
+def test_parameter_sums_over_many_blocks_of_rows(centred):
+    x, gamma, beta, dy = inputs((3000, 40))
+    out = forward(centred, x, gamma, beta)
+    x64, dy64 = wide(x), wide(dy)
+    if centred:
+        d = layernorm_bwd(dy, x, gamma, out.mean, out.rstd)
+        np.testing.assert_allclose(d.dbeta, dy64.sum(0), atol=EPS * 40 * np.abs(dy64).sum(0).max())
+        x64 = x64 - wide(out.mean)[:, None]
+    else:
+        d = rmsnorm_bwd(dy, x, gamma, out.rstd)
+    terms = dy64 * x64 * wide(out.rstd)[:, None]
+    np.testing.assert_allclose(d.dgamma, terms.sum(0), atol=EPS * 40 * np.abs(terms).sum(0).max())
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
+def test_zero_rows(implementation, centred, shape):
+    x, gamma, beta, dy = inputs(shape)
+    out = forward(centred, x, gamma, beta, jnp.float32(1), dtype=E4M3, y_t=True, amax=True)
+    assert out.y.shape == shape and out.y_t.shape == (8, *shape[:-1]) and float(out.amax) == 0
+    dx, dgamma, dbeta = jax.vjp(lambda *a: op(centred, *a), x, gamma, beta)[1](dy)
+    assert dx.shape == shape and not dgamma.any() and not dbeta.any()
+
+
+def test_nan_stays_in_its_row_and_shows_in_amax(implementation, centred):
+    x, gamma, beta, _ = inputs((6, 100))
+    out = forward(centred, x.at[2, 5].set(jnp.nan), gamma, beta, jnp.float32(1), dtype=E4M3, y_t=True, amax=True)
+    codes = np.asarray(out.y).view(np.uint8)
+    assert np.all(codes[2] == 0x7F) and not np.any(codes[[0, 1, 3, 4, 5]] & 0x7F == 0x7F)
+    assert np.isnan(out.amax)
+
+
+def test_constant_rows(implementation):
+    x, gamma, beta, dy = inputs((3, 50))
+    y, pull = jax.vjp(lambda x: layernorm(x, gamma, beta, epsilon=EPSILON), jnp.full_like(x, 2.0))
+    np.testing.assert_array_equal(y, np.broadcast_to(beta, y.shape))
+    assert np.all(np.isfinite(pull(dy)[0]))
+
+
+@pytest.mark.parametrize("result", [jnp.float32, jnp.bfloat16])
+def test_result_dtype_may_differ_from_the_input(implementation, centred, result):
+    x, gamma, beta, _ = inputs((9, 70), jnp.float16, jnp.bfloat16)
+    out = forward(centred, x, gamma, beta, dtype=result)
+    y, _, _, magnitude = exact_norm(x, gamma, beta, centred)
+    assert out.y.dtype == result
+    assert_rounded(out.y, y, magnitude, ulps=16)
+
+
+def test_jit_vmap_and_vmap_of_grad(implementation, centred):
+    x, gamma, beta, dy = inputs((4, 6, 50))
+    f = lambda x, dy: jax.vjp(lambda *a: op(centred, *a), x, gamma, beta)[1](dy)  # noqa: E731
+    mapped = jax.jit(jax.vmap(f))(x, dy)
+    for i in range(4):
+        for got, expected in zip(mapped, f(x[i], dy[i])):
+            np.testing.assert_array_equal(got[i], expected)
+    np.testing.assert_array_equal(jax.vmap(lambda x: op(centred, x, gamma, beta))(x), op(centred, x, gamma, beta))
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    {
+        r"layernorm: gamma: expected \[8\].*got \[7\]": lambda x, g: layernorm(x, g[:7], g),
+        r"layernorm: beta: expected \[8\].*got \[1, 8\]": lambda x, g: layernorm(x, g, g[None]),
+        r"layernorm: x: expected f32, f16 or bf16, got int32": lambda x, g: layernorm(x.astype(int), g, g),
+        r"rmsnorm: gamma: expected f32, f16 or bf16, got int32": lambda x, g: rmsnorm(x, g.astype(int)),
+        r"rmsnorm: x: expected at least one axis": lambda x, g: rmsnorm(jnp.float32(1), g),
+        r"rmsnorm_fwd: dtype: expected FP8 with a scale": lambda x, g: rmsnorm_fwd(x, g, jnp.float32(1), epsilon=0.0),
+        r"layernorm_fwd: scale: .*transposed copy": lambda x, g: layernorm_fwd(x, g, g, None, epsilon=0.0, y_t=True),
+    }.items(),
+)
+def test_mistakes(message, call):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((3, 8)), jnp.ones(8))
+
+
+F32, FP8 = jnp.float32, E4M3
+ABSENT = ((0,), F32)
+FWD = {"x": ((3, 8), F32), "gamma": ((8,), F32), "beta": ((8,), F32), "scale": ABSENT}
+FWD_OUT = {"y": ((3, 8), F32), "y_t": ABSENT, "mean": ((3,), F32), "rstd": ((3,), F32), "amax": ABSENT}
+BWD = {"dy": ((3, 8), F32), "x": ((3, 8), F32), "gamma": ((8,), F32), "mean": ((3,), F32), "rstd": ((3,), F32)}
+BWD_OUT = {"dx": ((3, 8), F32), "dgamma": ((8,), F32), "dbeta": ((8,), F32)}
+
+
+@pytest.mark.parametrize(
+    "argument, wrong",
+    [
+        ("x", ((), F32)),
+        ("x", ((3, 8), jnp.int32)),
+        ("gamma", ((9,), F32)),
+        ("gamma", ((8,), FP8)),
+        ("beta", ((7,), F32)),
+        ("scale", ((1,), F32)),
+        ("scale", ((), F32)),  # then y has to be FP8
+        ("y", ((3, 9), F32)),
+        ("y", ((3, 8), FP8)),
+        ("y_t", ((8, 3), FP8)),
+        ("mean", ((2,), F32)),
+        ("rstd", ((3,), jnp.bfloat16)),
+        ("amax", ((1,), F32)),
+        ("dy", ((3, 7), F32)),
+        ("dx", ((3, 8), jnp.bfloat16)),
+        ("dgamma", ((9,), F32)),
+        ("dbeta", ((8,), jnp.bfloat16)),
+    ],
+)
+def test_malformed_calls_raise(argument, wrong):
+    ran = False
+    for name, operands, results, attributes in (
+        ("layernorm_fwd", FWD, FWD_OUT, {"epsilon": np.float32(0), "zero_centered_gamma": False}),
+        ("layernorm_bwd", BWD, BWD_OUT, {"zero_centered_gamma": False}),
+    ):
+        for norm in ("layernorm", "rmsnorm"):
+            gone = ("mean", "beta", "dbeta") if norm == "rmsnorm" else ()
+            ins = {k: v for k, v in operands.items() if k not in gone}
+            outs = {k: v for k, v in results.items() if k not in gone}
+            if argument not in {**ins, **outs}:
+                continue
+            side = ins if argument in ins else outs
+            side[argument] = wrong
+            with pytest.raises(Exception, match=f"te_{name.replace('layernorm', norm)}: "):
+                ffi(name.replace("layernorm", norm), ins, outs, attributes)
+            ran = True
+    assert ran
+
+
+def ffi(name, operands, results, attributes):
+    out = [jax.ShapeDtypeStruct(*r) for r in results.values()]
+    call = jax.ffi.ffi_call(f"te_{name}", out)
+    return jax.block_until_ready(jax.jit(lambda *a: call(*a, **attributes))(*[jnp.zeros(*o) for o in operands.values()]))
+
+
+def test_wrong_attributes_or_operands_raise():
+    attributes = {"epsilon": np.float32(0), "zero_centered_gamma": False}
+    with pytest.raises(Exception, match="attributes"):
+        ffi("layernorm_fwd", FWD, FWD_OUT, {"epsilon": np.float32(0)})
+    with pytest.raises(Exception, match="epsilon"):
+        ffi("layernorm_fwd", FWD, FWD_OUT, {**attributes, "epsilon": 0})
+    with pytest.raises(Exception, match="[Ww]rong number of"):
+        ffi("layernorm_fwd", {"x": FWD["x"]}, FWD_OUT, attributes)

@@ -1,0 +1,32 @@
+"""FP8 training for Transformers in JAX: `import transformer_engine_jax as te`, and `.flax` for the modules."""
+
+from transformer_engine_jax import recipe
+from transformer_engine_jax.autocast import MeshResource, autocast, fp8_autocast, global_shard_guard
+from transformer_engine_jax.collections import update_collections
+from transformer_engine_jax.ops.activation import activation
+from transformer_engine_jax.ops.attention import dot_product_attention
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.layernorm import layernorm, rmsnorm
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
+from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+from transformer_engine_jax.ops.quantize import dequantize, quantize
+from transformer_engine_jax.support import is_fp8_available
+
+__all__ = [
+    "MeshResource",
+    "activation",
+    "autocast",
+    "dense",
+    "dequantize",
+    "dot_product_attention",
+    "fp8_autocast",
+    "global_shard_guard",
+    "is_fp8_available",
+    "layernorm",
+    "layernorm_dense",
+    "layernorm_mlp",
+    "quantize",
+    "recipe",
+    "rmsnorm",
+    "update_collections",
+]

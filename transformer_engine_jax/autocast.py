@@ -1,0 +1,115 @@
+"""The one context a user sees: which recipe is on, and how the mesh axes are used.
+
+A jax.make_user_context, so its value is part of the jit cache key: a function traced outside the context is
+traced again inside it, and the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from transformer_engine_jax.recipe import DelayedScaling, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshResource:
+    """Names of the mesh axes used for each kind of parallelism; None where it is not used.
+
+    dp and fsdp may both be set: the batch is then sharded over both.
+    """
+
+    dp_resource: str | None = None
+    tp_resource: str | None = None
+    tpsp_resource: str | None = None
+    fsdp_resource: str | None = None
+    pp_resource: str | None = None
+    cp_resource: str | None = None
+    ep_resource: str | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"MeshResource.{field.name}: expected a mesh axis name or None, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Autocast:
+    """The context's value. `recipe` is None where autocast is off."""
+
+    recipe: Recipe | None = None
+    calibrating: bool = False
+    amax_axes: tuple[str, ...] = ()
+    mesh_resource: MeshResource = MeshResource()
+
+
+_context = jax.make_user_context(Autocast())
+
+
+def current() -> Autocast:
+    """The Autocast in force here, at trace time."""
+    return _context.value
+
+
+@contextlib.contextmanager
+def autocast(
+    enabled: bool = False,
+    recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
+    *,
+    calibrating: bool = False,
+    amax_axes: str | Sequence[str] | None = None,
+) -> Iterator[None]:
+    """Computes the GEMMs of this library's modules in FP8 while it is open.
+
+    Args:
+      enabled: False computes in the modules' own precision.
+      recipe: how scales follow the data; None means DelayedScaling().
+      mesh_resource: names of mesh axes; None keeps what an enclosing context said.
+      calibrating: compute in high precision but record amaxes and scales as if in FP8.
+      amax_axes: inside a manual shard_map, the mesh axes over which amax is reduced.
+
+    Raises:
+      TypeError, ValueError: for a recipe, mesh_resource or amax_axes of another kind.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"autocast: recipe: expected an instance of a recipe such as DelayedScaling(), got {recipe!r}")
+    if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
+        raise TypeError(f"autocast: mesh_resource: expected a MeshResource, got {mesh_resource!r}")
+    axes = (amax_axes,) if isinstance(amax_axes, str) else tuple(amax_axes or ())
+    if not all(isinstance(a, str) for a in axes):
+        raise TypeError(f"autocast: amax_axes: expected mesh axis names, got {amax_axes!r}")
+    on = bool(enabled) or bool(calibrating)
+    value = Autocast(
+        recipe=(recipe or DelayedScaling()) if on else None,
+        calibrating=on and bool(calibrating) and not enabled,
+        amax_axes=axes,
+        mesh_resource=current().mesh_resource if mesh_resource is None else mesh_resource,
+    )
+    with _context(value):
+        yield
+
+
+def fp8_autocast(
+    enabled: bool = False,
+    fp8_recipe: Recipe | None = None,
+    mesh_resource: MeshResource | None = None,
+    *,
+    calibrating: bool = False,
+    amax_axes: str | Sequence[str] | None = None,
+):
+    """`autocast` under the name and with the argument names of NVIDIA's extension."""
+    return autocast(enabled, fp8_recipe, mesh_resource, calibrating=calibrating, amax_axes=amax_axes)
+
+
+@contextlib.contextmanager
+def global_shard_guard(resource: MeshResource) -> Iterator[None]:
+    """Sets how the mesh axes are used, leaving recipe and mode alone."""
+    if not isinstance(resource, MeshResource):
+        raise TypeError(f"global_shard_guard: expected a MeshResource, got {resource!r}")
+    with _context(dataclasses.replace(current(), mesh_resource=resource)):
+        yield

@@ -1,0 +1,295 @@
+"""DotProductAttention, MultiHeadAttention with RoPE, and T5's RelativePositionBiases."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from transformer_engine_jax.flax.base import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
+from transformer_engine_jax.ops.attention import Attention, dot_product_attention
+from transformer_engine_jax.ops.rope import rope, rope_frequencies
+
+MASK_TYPES = ("no_mask", "padding", "causal", "padding_causal", "causal_padding")
+BIAS_TYPES = (None, "no_bias", "pre_scale_bias", "post_scale_bias")
+LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd")
+
+
+def _one_of(module: nn.Module, field: str, allowed: Sequence, note: str = "") -> None:
+    value = getattr(module, field)
+    if value not in allowed:
+        raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
+
+
+class DotProductAttention(nn.Module):
+    """Attention of queries over keys and values, by head; heads / groups > 1 is GQA.
+
+    attn_mask_type: "causal", "padding" (needs `mask`), "padding_causal", "no_mask". attn_bias_type: None takes
+    post_scale_bias where a bias is given. scale_factor: None means 1 / sqrt(head_dim). window_size: (left, right) keys
+    seen, -1 for all. transpose_batch_sequence: inputs are [S, B, ...]. Logits and softmax are always in f32.
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    dropout_rng_name: str = "dropout"
+    float32_logits: bool = False
+    qkv_layout: str = "bshd_bshd_bshd"
+    scale_factor: float | None = None
+    transpose_batch_sequence: bool = False
+    window_size: tuple[int, int] | None = None
+    max_segments_per_seq: int = 1
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
+    context_checkpoint_name: str = "context"
+    softmax_type: str = "vanilla"
+    score_mod: Callable | None = None
+
+    @nn.compact
+    def __call__(self, query, key=None, value=None, sequence_descriptor=None, bias=None, *, deterministic: bool = False, mask=None):  # fmt: skip
+        """query [B, S, H, D] (or packed as qkv_layout says), key, value [B, S, G, D] -> [B, S, H, D].
+
+        mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out. bias: likewise.
+        """
+        self._check(sequence_descriptor, bias, mask)
+        query, key, value = self._unpack(query, key, value)
+        if self.transpose_batch_sequence:
+            query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
+        dropping = self.attention_dropout > 0 and not deterministic
+        options = Attention(
+            scale=1.0 / float(np.sqrt(self.head_dim)) if self.scale_factor is None else float(self.scale_factor),
+            causal="causal" in self.attn_mask_type,
+            window=None if self.window_size is None else tuple(self.window_size),
+            bias_before_scale=self.attn_bias_type == "pre_scale_bias",
+            dropout=self.attention_dropout,
+        )
+        context = dot_product_attention(
+            query, key, value, options=options, bias=bias,
+            mask=mask if "padding" in self.attn_mask_type else None,
+            dropout_key=self.make_rng(self.dropout_rng_name) if dropping else None,
+        )  # fmt: skip
+        context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
+        return checkpoint_name(context, self.context_checkpoint_name)
+
+    def _check(self, sequence_descriptor, bias, mask) -> None:
+        _one_of(self, "attn_mask_type", MASK_TYPES)
+        _one_of(self, "attn_bias_type", BIAS_TYPES)
+        _one_of(self, "qkv_layout", LAYOUTS, " (packed sequences are not available yet)")
+        _one_of(self, "softmax_type", ("vanilla",), " (not available yet)")
+        _one_of(self, "context_parallel_axis", ("",), " (context parallelism is not available yet)")
+        if sequence_descriptor is not None or self.score_mod is not None or self.max_segments_per_seq != 1:
+            raise ValueError(
+                f"{type(self).__name__}: sequence_descriptor, score_mod and max_segments_per_seq are not available "
+                "yet; give padding as mask="
+            )
+        if self.num_attention_heads % (self.num_gqa_groups or self.num_attention_heads):
+            raise ValueError(f"{type(self).__name__}: {self.num_attention_heads} heads do not divide into {self.num_gqa_groups} groups")  # fmt: skip
+        if "padding" in self.attn_mask_type and mask is None:
+            raise ValueError(f"{type(self).__name__}: attn_mask_type={self.attn_mask_type!r} needs mask=, True where masked out")  # fmt: skip
+        if "padding" not in self.attn_mask_type and mask is not None:
+            warnings.warn(f"{type(self).__name__}: mask= is ignored with attn_mask_type={self.attn_mask_type!r}", stacklevel=3)  # fmt: skip
+        if bias is not None and self.attn_bias_type == "no_bias":
+            raise ValueError(f"{type(self).__name__}: attn_bias_type='no_bias' but a bias was given")
+
+    def _unpack(self, query, key, value):
+        if self.qkv_layout == "bs3hd":
+            return query[:, :, 0], query[:, :, 1], query[:, :, 2]
+        if self.qkv_layout == "bshd_bs2hd":
+            return query, key[:, :, 0], key[:, :, 1]
+        if key is None or value is None:
+            raise ValueError(f"{type(self).__name__}: qkv_layout={self.qkv_layout!r} needs query, key and value")
+        return query, key, value
+
+
+class MultiHeadAttention(nn.Module):
+    """Norm, projections, attention and the output projection; returns (out, the norm's output or None).
+
+    Submodules `qkv` | `query`, `kv` | `query`, `key`, `value`, and `out`. scale_attn_logits=False leaves 1 /
+    sqrt(head_dim) to the query kernel's initial value (scaled_query_init). rotary_pos_emb_windows: (min, max)
+    wavelengths over 2 pi.
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    dropout_rng_name: str = "dropout"
+    input_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    return_layernorm_output: bool = False
+    zero_centered_gamma: bool = False
+    kernel_init: Callable | None = None
+    use_bias: bool = False
+    bias_init: Callable = nn.initializers.zeros
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[int, int] = (1, 10000)
+    rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: Any = jnp.float32
+    fuse_qkv_params: bool = True
+    transpose_batch_sequence: bool = False
+    enable_sequence_parallel: bool = False
+    scale_attn_logits: bool = False
+    scaled_query_init: bool = True
+    float32_logits: bool = False
+    window_size: tuple[int, int] | None = None
+    softmax_type: str = "vanilla"
+    score_mod: Callable | None = None
+
+    @nn.compact
+    def __call__(self, inputs_q, inputs_kv, mask=None, bias=None, *, decode: bool = False, deterministic: bool = False):
+        """inputs_q [B, Sq, h], inputs_kv [B, Sk, h] -> ([B, Sq, h], normed inputs_q or None)."""
+        _one_of(self, "low_rank_adaptation_scope",
+                ("none", "all", "qkv_proj", "output_proj", "exclude_qkv_proj", "exclude_output_proj"))  # fmt: skip
+        if decode:
+            raise ValueError("MultiHeadAttention: decode=True, a KV cache, is not available yet")
+        inputs_q = jnp.asarray(inputs_q)
+        query, key, value, normed = self._project(inputs_q, inputs_kv)
+
+        def heads(x, count):
+            return x.reshape(*x.shape[:-1], count, self.head_dim)
+
+        groups = self.num_gqa_groups or self.num_attention_heads
+        query, key, value = heads(query, self.num_attention_heads), heads(key, groups), heads(value, groups)
+        if self.enable_rotary_pos_emb:
+            query, key = self._rotate(query), self._rotate(key)
+        context = DotProductAttention(
+            head_dim=self.head_dim,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=groups,
+            attention_dropout=self.attention_dropout,
+            attn_mask_type=self.attn_mask_type,
+            attn_bias_type=self.attn_bias_type,
+            dropout_rng_name=self.dropout_rng_name,
+            float32_logits=self.float32_logits,
+            scale_factor=None if self.scale_attn_logits else 1.0,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            window_size=self.window_size,
+            softmax_type=self.softmax_type,
+            score_mod=self.score_mod,
+            name="core_attention",
+        )(query, key, value, bias=bias, mask=mask, deterministic=deterministic)
+        context = context.reshape(*context.shape[:-2], self.num_attention_heads * self.head_dim)
+        out = DenseGeneral(
+            features=inputs_q.shape[-1],
+            kernel_init=self.kernel_init,
+            kernel_axes=("heads", "embed"),
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes=("embed",),
+            enable_low_rank_adaptation=self.low_rank_adaptation_scope in ("all", "output_proj", "exclude_qkv_proj"),
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            name="out",
+        )(context)
+        return checkpoint_name(out, "out_proj"), normed
+
+    def _rotate(self, x):
+        x = jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
+        x = rope(x, rope_frequencies(self.head_dim, self.rotary_pos_emb_windows), group=self.rotary_pos_emb_group_method)
+        return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
+
+    def _project(self, inputs_q, inputs_kv):
+        """(query, key, value, normed inputs_q or None), the first three [.., heads * head_dim]."""
+        width_q = self.num_attention_heads * self.head_dim
+        width_kv = (self.num_gqa_groups or self.num_attention_heads) * self.head_dim
+        init = self.kernel_init or default_kernel_init
+        scaled = self.scaled_query_init and not self.scale_attn_logits
+        query_scale = float(self.head_dim**-0.5) if scaled else 1.0
+        is_self = inputs_q is inputs_kv
+
+        def product(name: str, features, kernel_init, *, normed: bool, wants_norm: bool = False):
+            stacked = isinstance(features, tuple)
+            fields: dict[str, Any] = dict(
+                features=features,
+                kernel_init=kernel_init,
+                kernel_axes=("embed", "qkv", "heads") if stacked else ("embed", "heads"),
+                use_bias=self.use_bias,
+                bias_init=self.bias_init,
+                bias_axes=("qkv", "heads") if stacked else ("heads",),
+                enable_low_rank_adaptation=self.low_rank_adaptation_scope
+                in ("all", "qkv_proj", "exclude_output_proj"),
+                low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+                low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+                dtype=self.dtype,
+                name=name,
+            )
+            if not normed:
+                return DenseGeneral(**fields)
+            return LayerNormDenseGeneral(
+                **fields,
+                enable_layernorm=self.input_layernorm,
+                layernorm_type=self.layernorm_type,
+                epsilon=self.layernorm_epsilon,
+                zero_centered_gamma=self.zero_centered_gamma,
+                return_layernorm_output=wants_norm,
+            )
+
+        query_init = flat_kernel_init(init, 1, scales=(query_scale,))
+        if self.fuse_qkv_params and is_self and width_q == width_kv:
+            qkv_init = flat_kernel_init(init, 1, scales=(query_scale, 1.0, 1.0))
+            qkv, normed = product("qkv", (3, width_q), qkv_init, normed=True, wants_norm=self.return_layernorm_output)(inputs_q)  # fmt: skip
+            qkv = checkpoint_name(qkv, "combined_qkv_proj")
+            return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], normed
+        wants_norm = self.return_layernorm_output or is_self
+        query, normed = product("query", width_q, query_init, normed=True, wants_norm=wants_norm)(inputs_q)
+        source = normed if is_self else inputs_kv
+        if self.fuse_qkv_params:
+            kv_init = flat_kernel_init(init, 1, scales=(1.0, 1.0))
+            kv = checkpoint_name(product("kv", (2, width_kv), kv_init, normed=False)(source), "combined_kv_proj")
+            key, value = kv[..., 0, :], kv[..., 1, :]
+        else:
+            key = checkpoint_name(product("key", width_kv, init, normed=False)(source), "key_proj")
+            value = checkpoint_name(product("value", width_kv, init, normed=False)(source), "value_proj")
+        query = checkpoint_name(query, "query_proj")
+        return query, key, value, normed if self.return_layernorm_output else None
+
+
+class RelativePositionBiases(nn.Module):
+    """T5's relative position biases (Raffel et al., 2019); param `rel_embedding` [heads, num_buckets]."""
+
+    num_buckets: int
+    max_distance: int
+    num_attention_heads: int
+    embedding_init: Callable = nn.initializers.uniform(scale=1.0)
+    embedding_axes: tuple[str | None, ...] = ("heads", "relpos_buckets")
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> jax.Array:
+        """Lengths -> biases [1, heads, q_seqlen, k_seqlen]."""
+        init = nn.with_logical_partitioning(self.embedding_init, self.embedding_axes)
+        table = self.param("rel_embedding", init, (self.num_attention_heads, self.num_buckets), self.dtype)
+        distance = np.arange(k_seqlen)[None, :] - np.arange(q_seqlen)[:, None]
+        return jnp.take(table, self._bucket(distance, bidirectional), axis=1)[None]
+
+    def _bucket(self, distance: np.ndarray, bidirectional: bool) -> np.ndarray:
+        """Half of the buckets count small distances exactly, the others grow with their logarithm."""
+        buckets, first = self.num_buckets, np.zeros_like(distance)
+        if bidirectional:
+            buckets //= 2
+            first = np.where(distance > 0, buckets, 0)
+            distance = np.abs(distance)
+        else:
+            distance = np.maximum(-distance, 0)
+        exact = buckets // 2
+        ratio = np.log(np.maximum(distance, 1) / exact) / np.log(self.max_distance / exact)
+        far = np.minimum(exact + (ratio * (buckets - exact)).astype(np.int32), buckets - 1)
+        return first + np.where(distance < exact, distance, far)

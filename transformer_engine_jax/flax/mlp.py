@@ -1,0 +1,127 @@
+"""LayerNormMLP: norm, dense, activation, dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from transformer_engine_jax.flax.base import Fp8Module, default_kernel_init, flat_kernel_init
+from transformer_engine_jax.ops.activation import activation
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_dense import norm
+from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.sharding import constrain
+
+
+class LayerNormMLP(Fp8Module):
+    """activation(norm(x) @ wi_kernel + wi_bias) @ wo_kernel + wo_bias; returns (y, the norm's output or None).
+
+    Params `scale`, `ln_bias`, `wi_kernel` [h, n_act, intermediate_dim], `wi_bias`, `wo_kernel` [intermediate_dim, h],
+    `wo_bias`. activations: names or functions, one for each input of the product: ("gelu",), ("silu", "linear"), ...
+    With intermediate dropout, LoRA or return_layernorm_output the stages run one by one, else fused.
+    """
+
+    intermediate_dim: int = 2048
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Callable | None = None
+    scale_axes: tuple[str | None, ...] = ("embed",)
+    ln_bias_init: Callable = nn.initializers.zeros
+    ln_bias_axes: tuple[str | None, ...] = ("embed",)
+    kernel_init: Callable | None = None
+    kernel_axes_1: tuple[str | None, ...] = ("embed", "act", "mlp")
+    kernel_axes_2: tuple[str | None, ...] = ("mlp", "embed")
+    use_bias: bool = False
+    bias_init: Callable = nn.initializers.zeros
+    bias_axes_1: tuple[str | None, ...] = ("act", "mlp")
+    bias_axes_2: tuple[str | None, ...] = ("embed",)
+    return_layernorm_output: bool = False
+    activations: Sequence[str | Callable] = ("gelu",)
+    activation_params: dict | None = None
+    intermediate_dropout_rng_name: str = "dropout"
+    intermediate_dropout_rate: float = 0.0
+    intermediate_hidden_dropout_dims: Sequence[int] = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | Sequence[int] = -1
+    layernorm_input_axes: tuple[str | None, ...] = ()
+    dot_1_input_axes: tuple[str | None, ...] = ()
+    dot_2_input_axes: tuple[str | None, ...] = ()
+    ffn1_ckpt_name: str = "ffn1"
+    ffn2_ckpt_name: str = "ffn2"
+    dtype: Any = jnp.float32
+    transpose_batch_sequence: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, deterministic: bool = False) -> tuple[jax.Array, jax.Array | None]:
+        """x[.., h] -> ([.., h] in x's dtype, [.., h] or None); `deterministic` switches dropout off."""
+        if self.activation_params is not None:
+            raise ValueError("LayerNormMLP.activation_params: expected None, only clamped activations take any")
+        if self.axis not in (-1, x.ndim - 1, (-1,)):
+            raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
+        x = constrain(jnp.asarray(x), self.layernorm_input_axes)
+        hidden, count = x.shape[-1], len(self.activations)
+        options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
+        gamma = beta = None
+        if self.enable_layernorm:
+            gamma, beta = self.make_norm_params(
+                hidden, self.layernorm_type, self.scale_init, self.scale_axes, self.ln_bias_init, self.ln_bias_axes,
+                self.zero_centered_gamma, self.dtype,
+            )  # fmt: skip
+        kernels, biases = self._make_kernels(hidden, count)
+        first, unused_1 = self.gemm_quantizers("gemm_1")
+        second, unused_2 = self.gemm_quantizers("gemm_2")
+        dropout = self.intermediate_dropout_rate > 0 and not deterministic
+        constrained = self.dot_1_input_axes or self.dot_2_input_axes
+        normed = None
+        if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
+            y = layernorm_mlp(
+                x, gamma, beta, kernels, biases, activations=tuple(self.activations), norm_options=options,
+                quantizers=None if first is None else (first, second), names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
+            )  # fmt: skip
+        else:
+            normed = x if options is None else norm(options, x, gamma, beta)
+            y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout)
+        return keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
+
+    def _make_kernels(self, hidden: int, count: int):
+        init = self.kernel_init or default_kernel_init
+        shape_1, shape_2 = (hidden, count, self.intermediate_dim), (self.intermediate_dim, hidden)
+        init_1 = flat_kernel_init(init, 1, scales=(1.0,) * count)
+        wi = self.make_param("wi_kernel", init_1, self.kernel_axes_1, shape_1, self.dtype)
+        wo = self.make_param("wo_kernel", init, self.kernel_axes_2, shape_2, self.dtype)
+        if not self.use_bias:
+            return (wi, wo), (None, None)
+        wi_bias = self.make_param("wi_bias", self.bias_init, self.bias_axes_1, shape_1[1:], self.dtype)
+        wo_bias = self.make_param("wo_bias", self.bias_init, self.bias_axes_2, shape_2[1:], self.dtype)
+        return (wi, wo), (wi_bias, wo_bias)
+
+    def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool) -> jax.Array:
+        def product(i: int, x, axes, name: str):
+            x = constrain(x, axes)
+            y = checkpoint_name(dense(x, kernels[i], biases[i], quantizers=quantizers[i]), name)
+            if self.enable_low_rank_adaptation:
+                prefix = ("wi_", "wo_")[i]
+                y = y + self.low_rank(x, 1, kernels[i].shape[1:], self.low_rank_adaptation_dim,
+                                      self.low_rank_adaptation_alpha, self.dtype, prefix)  # fmt: skip
+            return y
+
+        z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
+        a = activation(z, tuple(self.activations))
+        if dropout:
+            a = nn.Dropout(
+                self.intermediate_dropout_rate,
+                broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
+                rng_collection=self.intermediate_dropout_rng_name,
+            )(a, deterministic=False)
+        return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name)

@@ -1,0 +1,496 @@
+"""@kernel: one declaration turns a pure-JAX reference into an FFI call with shapes, sharding and batching.
+
+The only module that touches ffi_call, custom_partitioning, custom_vjp and JAX's primitives.
+
+A rule such as ``"... k, k, - -> ... k, -"`` names every axis of every operand and result:
+
+- a letter is one axis; ``-`` is a scalar (no axes);
+- ``...`` (or ``m*``) is a group of any number of axes. The number is read off the operands; where an operand
+  holds two groups, the attribute ``k_axes`` gives the number of axes of group ``k*``;
+- the same name is the same axis: it may be sharded, and every buffer that has it is sharded alike;
+- axes in ``whole`` must not be sharded; a result that lost a sharded axis is combined as ``reduce`` says.
+
+Positional parameters of the reference are buffers, and may be None where optional; keyword-only parameters
+are static attributes. The reference returns an array or a NamedTuple, with None for what was not asked for: an
+attribute with a result's name (``q_t: bool = False``) asks for it. Such attributes and dtypes show in the results'
+buffers, so the handlers are passed only the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+# --- The compiled handlers ---------------------------------------------------------------------------------------
+
+_BUILD_HINT = "build it with `pip install .` (or `make test`) from a checkout"
+_cuda_import_error: str | None = None
+
+
+def _register_handlers() -> dict[str, dict[str, Any]]:
+    """Registers every handler of the compiled modules with XLA and returns them by platform and target."""
+    global _cuda_import_error
+    found = {}
+    for platform, module in (("cpu", "_cpu"), ("CUDA", "_cuda")):
+        try:
+            extension = importlib.import_module(f"transformer_engine_jax.{module}")
+        except ImportError as error:
+            if platform == "cpu":
+                raise ImportError(f"transformer_engine_jax._cpu is missing: {_BUILD_HINT} ({error})") from error
+            _cuda_import_error = str(error)
+            continue
+        found[platform] = extension.registrations()
+        for target, stages in found[platform].items():
+            handler = stages["execute"] if set(stages) == {"execute"} else stages
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
+    return found
+
+
+HANDLERS = _register_handlers()
+
+
+def cuda_import_error() -> str | None:
+    """Why the CUDA module is not among HANDLERS, None where it is."""
+    return _cuda_import_error
+
+
+# True: compile the references instead of the handlers (testing.reference_kernels). Part of the jit cache key.
+use_references = jax.make_user_context(False)
+
+
+# --- Rules -------------------------------------------------------------------------------------------------------
+
+
+class Axes(NamedTuple):
+    """The names of the axes of one call's buffers; None for a buffer that is absent."""
+
+    operands: tuple[tuple[str, ...] | None, ...]
+    results: tuple[tuple[str, ...] | None, ...]
+
+
+def _parse(rule: str) -> tuple[list[list[str]], list[list[str]]]:
+    def side(text: str) -> list[list[str]]:
+        return [[t for t in buffer.split() if t != "-"] for buffer in text.split(",")]
+
+    operands, results = rule.split("->")
+    return side(operands), side(results)
+
+
+def _is_group(token: str) -> bool:
+    return token == "..." or token.endswith("*")
+
+
+def _name_axes(kernel: Kernel, attributes: Mapping[str, Any], ranks: Sequence[int | None], result_ranks) -> Axes:
+    """Names every axis of a call from the ranks of its buffers; ValueError where a rank contradicts the rule."""
+    groups = {name[0] + "*": value for name, value in attributes.items() if name.endswith("_axes")}
+    for (name, tokens), rank in zip(zip(kernel.operand_names, kernel.operands), ranks):
+        if rank is None:
+            continue
+        unknown = [t for t in tokens if _is_group(t) and t not in groups]
+        rest = rank - sum(groups[t] if t in groups else 1 for t in tokens if t not in unknown)
+        if len(unknown) == 1:
+            groups[unknown[0]] = rest
+            rest = 0 if rest >= 0 else rest
+        if rest != 0 or len(unknown) > 1:
+            raise ValueError(
+                f"{kernel.name}: {name} has {rank} axes, which does not fit `{' '.join(tokens) or 'a scalar'}` "
+                f"of the rule `{kernel.rule}`"
+            )
+
+    def names(tokens: list[str]) -> tuple[str, ...]:
+        out: list[str] = []
+        for t in tokens:
+            stem = t.rstrip("*").replace("...", "t")
+            out.extend([f"{stem}{i}" for i in range(groups[t])] if _is_group(t) else [t])
+        return tuple(out)
+
+    return Axes(
+        tuple(None if r is None else names(t) for t, r in zip(kernel.operands, ranks)),
+        tuple(None if r is None else names(t) for t, r in zip(kernel.results, result_ranks)),
+    )
+
+
+# --- A declared kernel -------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """A declared kernel: called like its reference, it runs the platform's FFI handler ``te_<name>``."""
+
+    def __init__(self, reference: Callable, rule: str, whole, reduce, once, workspace):
+        functools.update_wrapper(self, reference)
+        self.reference, self.rule, self.name = reference, rule, reference.__name__
+        self.operands, self.results = _parse(rule)
+        self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
+        parameters = inspect.signature(reference).parameters.values()
+        self.operand_names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.attribute_defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        returns = inspect.get_annotations(reference, eval_str=True).get("return")
+        self.result_type = returns if hasattr(returns, "_fields") else None
+        self.result_names = list(self.result_type._fields) if self.result_type else ["result"]
+        if (len(self.operand_names), len(self.result_names)) != (len(self.operands), len(self.results)):
+            raise TypeError(f"{self.name}: the rule `{rule}` does not name {self.operand_names} -> {self.result_names}")
+        unknown = (set(self.reduce) - set(self.result_names)) | (self.once - set(self.operand_names))
+        if unknown:
+            raise TypeError(f"{self.name}: reduce/once name unknown buffers {sorted(unknown)}")
+
+    def __call__(self, *operands, **attributes):
+        if len(operands) != len(self.operand_names):
+            raise TypeError(f"{self.name} takes {self.operand_names}, got {len(operands)} operands")
+        unknown = set(attributes) - set(self.attribute_defaults)
+        if unknown:
+            raise TypeError(f"{self.name} has no attribute {sorted(unknown)}; it has {list(self.attribute_defaults)}")
+        attributes = {**self.attribute_defaults, **attributes}
+        for name, value in attributes.items():
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{self.name} needs the attribute {name}")
+        call = _Call(self, tuple(attributes.items()), tuple(x is None for x in operands), bool(use_references.value))
+        present = align(*[jnp.asarray(x) for x in operands if x is not None])
+        results = kernel_p.bind(*present, call=call)
+        results = iter(results)
+        full = [None if r is None else next(results) for r in call.result_shapes(present)]
+        return self.result_type(*full) if self.result_type else full[0]
+
+    def __repr__(self):
+        return f"<kernel {self.name}: {self.rule}>"
+
+
+def kernel(
+    rule: str,
+    *,
+    whole: str | Callable[[dict], str] = "",
+    reduce: Mapping[str, str] | None = None,
+    once: Sequence[str] = (),
+    workspace: Callable[..., int] | None = None,
+) -> Callable[[Callable], Kernel]:
+    """Declares a kernel by its reference.
+
+    Args:
+      rule: the axes of operands and results, see the module's docstring.
+      whole: letters of axes that must not be sharded; or a function of the attributes that says so.
+      reduce: result name -> "max" or "sum", how shards of a result that lost a sharded axis are combined.
+      once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
+      workspace: bytes of scratch memory the CUDA handler takes as its last result, from the operands
+        (objects with shape and dtype, or None) and the attributes.
+    """
+    return lambda reference: Kernel(reference, rule, whole, reduce or {}, once, workspace)
+
+
+class _Call(NamedTuple):
+    """The static part of one call of a kernel: hashable, the parameter of the primitive."""
+
+    kernel: Kernel
+    attributes: tuple[tuple[str, Any], ...]
+    absent: tuple[bool, ...]
+    reference: bool
+
+    def fill(self, present: Sequence[Any]) -> list[Any]:
+        """All operands in order, None for the absent ones."""
+        it = iter(present)
+        return [None if gone else next(it) for gone in self.absent]
+
+    def run_reference(self, *present) -> tuple:
+        out = self.kernel.reference(*self.fill(present), **dict(self.attributes))
+        return tuple(out) if self.kernel.result_type else (out,)
+
+    def result_shapes(self, present: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+        return _result_shapes(self, tuple((tuple(x.shape), np.dtype(x.dtype)) for x in present))
+
+    def axes(self, present: Sequence[Any]) -> Axes:
+        operand_ranks = [None if x is None else len(x.shape) for x in self.fill(present)]
+        result_ranks = [None if r is None else len(r.shape) for r in self.result_shapes(present)]
+        return _name_axes(self.kernel, dict(self.attributes), operand_ranks, result_ranks)
+
+    def whole(self, axes: Axes) -> set[str]:
+        whole = self.kernel._whole
+        letters = whole(dict(self.attributes)) if callable(whole) else whole
+        return {n for names in axes.operands if names for n in names if n[0] in letters}
+
+
+@functools.lru_cache(maxsize=4096)
+def _result_shapes(call: _Call, operands) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.eval_shape(call.run_reference, *shapes)
+
+
+# --- The FFI call ------------------------------------------------------------------------------------------------
+
+_ABSENT = jax.ShapeDtypeStruct((0,), jnp.float32)
+
+
+def _ffi_attributes(call: _Call) -> dict[str, Any]:
+    """Static attributes as the handlers decode them, less what shows in the results' buffers."""
+    out = {}
+    for name, value in call.attributes:
+        if name in call.kernel.result_names:
+            continue
+        if isinstance(value, str | bool):
+            out[name] = value
+        elif isinstance(value, int):
+            out[name] = np.int64(value)
+        elif isinstance(value, float):
+            out[name] = np.float32(value)
+    return out
+
+
+def _ffi_call(call: _Call, platform: str, *present) -> tuple:
+    operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in call.fill(present)]
+    shapes = call.result_shapes(present)
+    results = [_ABSENT if s is None else s for s in shapes]
+    if call.kernel.workspace and platform == "cuda":
+        size = call.kernel.workspace(*call.fill(present), **dict(call.attributes))
+        results.append(jax.ShapeDtypeStruct((int(size),), jnp.uint8))
+    out = jax.ffi.ffi_call(f"te_{call.kernel.name}", results)(*operands, **_ffi_attributes(call))
+    return tuple(o for o, s in zip(out, shapes) if s is not None)
+
+
+def _check_cuda_handlers(call: _Call) -> None:
+    # Exporting for CUDA from a machine without it is fine; running there is not.
+    if "CUDA" not in HANDLERS and jax.default_backend() == "gpu":
+        raise RuntimeError(
+            f"{call.kernel.name}: JAX runs on a GPU but transformer_engine_jax was built without its CUDA module. "
+            f"Rebuild with `pip install . -C cmake.define.TE_CUDA=ON` where nvcc is on PATH ({_cuda_import_error}); "
+            "or run on the CPU with JAX_PLATFORMS=cpu."
+        )
+
+
+# --- Sharding ----------------------------------------------------------------------------------------------------
+
+
+def _sharding_rule(call: _Call, present, results) -> tuple[str, dict]:
+    """The kernel's rule in Shardy's notation."""
+    axes = call.axes(present)
+    sides = [[n for n in side if n is not None] for side in axes]
+    names = {n: f"x{i}" for i, n in enumerate(dict.fromkeys(n for side in sides for b in side for n in b))}
+    text = " -> ".join(", ".join(" ".join(names[n] for n in b) for b in side) for side in sides)
+    in_results = {n for b in sides[1] for n in b}
+    whole = call.whole(axes)
+    factors = {}
+    if reduced := [names[n] for n in names if n not in in_results and n not in whole]:
+        factors["reduction_factors"] = tuple(reduced)
+    if whole:
+        factors["need_replication_factors"] = tuple(names[n] for n in names if n in whole)
+    return text, factors
+
+
+def _assign(axes: Axes, whole: set[str], specs: Sequence[Sequence]) -> dict[str, tuple[str, ...]]:
+    """Mesh axes of every named axis, from the operands' partition specs; a mesh axis is used once."""
+    assigned: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    for names, spec in zip([n for n in axes.operands if n is not None], specs):
+        for name, entry in zip(names, spec):
+            entry = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            if entry and name not in assigned and name not in whole and not used.intersection(entry):
+                assigned[name] = entry
+                used.update(entry)
+    return assigned
+
+
+def _spec(names: Sequence[str], assigned: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*[assigned.get(n) for n in names])
+
+
+def _partition(call: _Call, platform: str, mesh, operands, results):
+    """custom_partitioning's callback: shardings from the rule, and the local call with its collectives."""
+    axes = call.axes(operands)
+    if mesh.empty:  # several devices, but no mesh whose axes could be named: every device computes it all
+        given = operands[0].sharding
+        same = type(given).get_replicated(given._device_assignment)
+        run = functools.partial(_run, call, platform)
+        return mesh, run, tuple(same for r in axes.results if r is not None), tuple(same for _ in operands)
+    assigned = _assign(axes, call.whole(axes), [x.sharding.spec for x in operands])
+    present_operands = [n for n in axes.operands if n is not None]
+    present_results = [(name, n) for name, n in zip(call.kernel.result_names, axes.results) if n is not None]
+    operand_shardings = tuple(NamedSharding(mesh, _spec(n, assigned)) for n in present_operands)
+    result_shardings = tuple(NamedSharding(mesh, _spec(n, assigned)) for _, n in present_results)
+    operand_names = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
+    lost = {r: [a for n, axs in assigned.items() if n not in names for a in axs] for r, names in present_results}
+
+    def local(*args):
+        args = list(args)
+        for i, name in enumerate(operand_names):
+            summed = [a for r, op in call.kernel.reduce.items() if op == "sum" for a in lost.get(r, ())]
+            if name in call.kernel.once and summed:
+                first = sum(jax.lax.axis_index(a) for a in summed) == 0
+                args[i] = jnp.where(first, args[i], jnp.zeros_like(args[i]))
+        out = _run(call, platform, *args)
+        return tuple(_combine(call, r, x, lost[r]) for (r, _), x in zip(present_results, out))
+
+    return mesh, local, result_shardings, operand_shardings
+
+
+def _combine(call: _Call, result: str, x, mesh_axes: list[str]):
+    how = call.kernel.reduce.get(result)
+    if not mesh_axes:
+        return x
+    if how == "max":
+        return pmax(x, tuple(mesh_axes))
+    if how == "sum":
+        return jax.lax.psum(x, tuple(mesh_axes))
+    raise AssertionError(f"{call.kernel.name}: {result} lost the mesh axes {mesh_axes} and has no `reduce`")
+
+
+def pmax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Maximum of f32 amaxes over mesh axes, NaN where any shard has one (collectives may drop it)."""
+    # For non-negative floats the order of the bits is the order of the values, with NaN above all.
+    return jax.lax.bitcast_convert_type(jax.lax.pmax(jax.lax.bitcast_convert_type(x, jnp.int32), axes), jnp.float32)
+
+
+# --- The primitive -----------------------------------------------------------------------------------------------
+
+kernel_p = Primitive("te_kernel")
+kernel_p.multiple_results = True
+# custom_partitioning, which our lowering calls, needs to know the devices; JAX has no public name for asking.
+prim_requires_devices_during_lowering.add(kernel_p)
+
+
+@kernel_p.def_impl
+def _impl(*present, call: _Call):
+    return _jitted(call)(*present)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(call: _Call):
+    return jax.jit(lambda *present: kernel_p.bind(*present, call=call))
+
+
+def _abstract_eval(*present, call: _Call):
+    results = [r for r in call.result_shapes(present) if r is not None]
+    avals = [jax.core.ShapedArray(r.shape, r.dtype) for r in results]
+    varying = present[0].manual_axis_type  # align() made them equal
+    meshes = [x.sharding.mesh for x in present if not x.sharding.mesh.empty]
+    if meshes:
+        axes = call.axes(present)
+        assigned = _assign(axes, call.whole(axes), [x.sharding.spec for x in present])
+        names = [n for n in axes.results if n is not None]
+        avals = [a.update(sharding=NamedSharding(meshes[0], _spec(n, assigned))) for a, n in zip(avals, names)]
+    return [a.update(manual_axis_type=varying) for a in avals]
+
+
+kernel_p.def_abstract_eval(_abstract_eval)
+
+
+def _run(call: _Call, platform: str, *present) -> tuple:
+    if call.reference or platform not in ("cpu", "cuda"):
+        return tuple(r for r in call.run_reference(*present) if r is not None)
+    return _ffi_call(call, platform, *present)
+
+
+def _lower(ctx, *operands, call: _Call, platform: str):
+    if platform == "cuda" and not call.reference:
+        _check_cuda_handlers(call)
+
+    def sharded(*present):
+        run = custom_partitioning(functools.partial(_run, call, platform))
+        run.def_partition(
+            partition=functools.partial(_partition, call, platform),
+            sharding_rule=lambda mesh, operand_types, result_types: _sharding_rule(call, present, result_types),
+        )
+        return run(*present)
+
+    # The handlers see plain local buffers: mesh and explicit shardings are the partitioner's business.
+    plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    plain_out = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_out]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        out = mlir.lower_fun(sharded, multiple_results=True)(
+            ctx.replace(avals_in=plain, avals_out=plain_out), *operands
+        )
+    return out
+
+
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(kernel_p, functools.partial(_lower, platform=_platform), platform=_platform)
+mlir.register_lowering(kernel_p, functools.partial(_lower, platform="reference"))
+
+
+def _batch(present, dims, *, call: _Call):
+    """vmap: as one more leading axis of the leading group where the rule allows, else one call an example."""
+    size = next(x.shape[d] for x, d in zip(present, dims) if d is not None)
+    group = call.kernel.operands[0][0] if call.kernel.operands[0] else ""
+    names = [t for t, gone in zip(call.kernel.operands, call.absent) if not gone]
+    unbatched = [jax.ShapeDtypeStruct(np.delete(x.shape, d) if d is not None else x.shape, x.dtype)
+                 for x, d in zip(present, dims)]  # fmt: skip
+    results = [t for t, r in zip(call.kernel.results, call.result_shapes(unbatched)) if r is not None]
+    one_call = (
+        _is_group(group)
+        and all(group in t for t in results)
+        and all((t[:1] == [group]) if group in t else d is None for t, d in zip(names, dims))
+    )
+    front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(present, dims)]
+    if not one_call:
+        fixed = [d is None for d in dims]
+
+        def one(batched):
+            it = iter(batched)
+            return kernel_p.bind(*[x if f else next(it) for x, f in zip(front, fixed)], call=call)
+
+        out = jax.lax.map(one, [x for x, f in zip(front, fixed) if not f])
+        return out, [0] * len(out)
+    front = [
+        jnp.broadcast_to(x, (size, *x.shape)) if group in t and d is None else x
+        for x, t, d in zip(front, names, dims)
+    ]
+    axes = call.axes(front)
+    stem = group.rstrip("*").replace("...", "t") + "0"
+    return kernel_p.bind(*front, call=call), [n.index(stem) for n in axes.results if n is not None]
+
+
+batching.primitive_batchers[kernel_p] = _batch
+
+
+# --- Differentiable ops ------------------------------------------------------------------------------------------
+
+
+def _is_array(x) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def align(*args):
+    """Makes arrays vary over the same manual mesh axes, so that AD sums the cotangents of replicated ones."""
+    varying = frozenset().union(*[jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args)])
+    if not varying:
+        return args
+
+    def vary(x):
+        missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, args)
+
+
+def differentiable(forward: Callable, backward: Callable) -> Callable:
+    """An op from its two passes: ``op(static, *args)``.
+
+    Args:
+      forward: (static, *args) -> (output, residuals).
+      backward: (static, residuals, cotangent of the output) -> one cotangent (a pytree, or None) per arg.
+
+    `static` is any hashable value: what the op needs to know at trace time, grouped in one place. Inside a manual
+    shard_map, args that are arrays get summed cotangents where they are replicated; for other pytrees (states)
+    the backward itself must return what is the same on every shard.
+    """
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def op(static, *args):
+        return forward(static, *args)[0]
+
+    op.defvjp(forward, backward)
+
+    @functools.wraps(forward)
+    def aligned(static, *args):
+        arrays = iter(align(*[x for x in args if _is_array(x)]))
+        return op(static, *[next(arrays) if _is_array(x) else x for x in args])
+
+    return aligned

@@ -1,0 +1,1 @@
+"""Kernels and differentiable ops, one noun a file; nothing here knows Flax."""

@@ -1,0 +1,185 @@
+"""Activations and their gated forms: kernels with an optional FP8 result, and the differentiable op.
+
+z[.., A, N] holds A inputs side by side, as one GEMM against a kernel [H, A, N] makes them. A = 1: y = curve(z[0]);
+A = 2, the names that end in "_linear" (geglu, swiglu, ...): y = curve(z[0]) * z[1]. Kernels compute in f32.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_engine_jax.kernel import differentiable, kernel
+from transformer_engine_jax.ops.result import store
+
+# --- Curves, formula for formula those of cpp/ops/activation.h -----------------------------------------------------
+
+
+class Point(NamedTuple):
+    value: jax.Array
+    slope: jax.Array
+
+
+def _logistic(x):
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def _gated_by_logistic(x, c, v, dv) -> Point:
+    s = _logistic(v)
+    return Point(jnp.maximum(x, jnp.finfo(jnp.float32).min) * s, s + c * (s * (1.0 - s)) * dv)
+
+
+def _gelu(x) -> Point:
+    # x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3) is x * logistic(2u), without the cancellation.
+    linear, cubic = np.float32(1.59576912), np.float32(0.0713548163)
+    c = jnp.clip(x, -10.06, 9.9)  # flat beyond; keeps products with a vanished slope finite
+    return _gated_by_logistic(x, c, c * (linear + cubic * (c * c)), linear + 3.0 * cubic * (c * c))
+
+
+def _silu(x) -> Point:
+    c = jnp.clip(x, -88.7, 87.0)
+    return _gated_by_logistic(x, c, c, 1.0)
+
+
+def _quick_gelu(x) -> Point:
+    c = jnp.clip(x, -52.12, 51.0)
+    return _gated_by_logistic(x, c, 1.702 * c, 1.702)
+
+
+def _sigmoid(x) -> Point:
+    s = _logistic(jnp.clip(x, -88.7, 87.0))
+    return Point(s, s * (1.0 - s))
+
+
+def _relu(x) -> Point:
+    return Point(jnp.where(x <= 0, 0.0, x), jnp.where(x > 0, 1.0, 0.0))
+
+
+def _squared_relu(x) -> Point:
+    positive = _relu(x).value
+    return Point(positive * positive, 2.0 * positive)
+
+
+CURVES = {
+    "gelu": _gelu,
+    "silu": _silu,
+    "relu": _relu,
+    "quick_gelu": _quick_gelu,
+    "squared_relu": _squared_relu,
+    "sigmoid": _sigmoid,
+}
+
+
+# --- Kernels -----------------------------------------------------------------------------------------------------
+
+
+class ActivationFwd(NamedTuple):
+    y: jax.Array  # [.., N] in dtype
+    y_t: jax.Array | None  # fp8[N, ..] its transposed copy
+    amax: jax.Array | None  # f32[] max |y| before scaling
+
+
+class ActivationBwd(NamedTuple):
+    dz: jax.Array  # [.., A, N] in dtype
+    dz_t: jax.Array | None  # fp8[A, N, ..] its transposed copy
+    amax: jax.Array | None  # f32[] max |dz| before scaling
+    dbias: jax.Array | None  # f32[A, N] sum of dz over the leading axes, before the cast
+
+
+def _split(op: str, z, activation: str) -> tuple[Point, jax.Array | None]:
+    """The curve at z[0], and z[1] where the activation is gated."""
+    name = activation.removesuffix("_linear")
+    inputs = 1 if name == activation else 2
+    if name not in CURVES:
+        raise ValueError(f"{op}: activation: expected one of {list(CURVES)}, or that and '_linear', got {activation!r}")
+    if z.ndim < 2 or z.shape[-2] != inputs:
+        raise ValueError(f"{op}: z: expected [.., {inputs}, N] for {activation!r}, got {list(z.shape)}")
+    wide = z.astype(jnp.float32)
+    return CURVES[name](wide[..., 0, :]), wide[..., 1, :] if inputs == 2 else None
+
+
+@kernel("... a n, - -> ... n, n ..., -", whole="a", reduce={"amax": "max"})
+def activation_fwd(z, scale, *, activation, dtype=None, y_t=False, amax=False) -> ActivationFwd:
+    """y from z[.., A, N]; with a scale f32[], y is FP8 (`dtype`), without it z's dtype or `dtype`."""
+    curve, gate = _split("activation_fwd", z, activation)
+    values = curve.value if gate is None else curve.value * gate
+    return ActivationFwd(
+        *store("activation_fwd", values, scale, dtype=dtype or z.dtype, k_axes=1, transposed=y_t, amax=amax)
+    )
+
+
+@kernel("... n, ... a n, - -> ... a n, a n ..., -, a n", whole="a", reduce={"amax": "max", "dbias": "sum"})
+def activation_bwd(dy, z, scale, *, activation, dtype=None, dz_t=False, amax=False, dbias=False) -> ActivationBwd:
+    """dz from dy[.., N] and z; with a scale f32[], dz is FP8 (`dtype`), without it z's dtype or `dtype`."""
+    curve, gate = _split("activation_bwd", z, activation)
+    dy = dy.astype(jnp.float32)
+    if gate is None:
+        values = (dy * curve.slope)[..., None, :]
+    else:
+        values = jnp.stack([dy * gate * curve.slope, dy * curve.value], axis=-2)
+    out = store("activation_bwd", values, scale, dtype=dtype or z.dtype, k_axes=2, transposed=dz_t, amax=amax)
+    return ActivationBwd(*out, jnp.sum(values, axis=tuple(range(z.ndim - 2))) if dbias else None)
+
+
+# --- The differentiable op ---------------------------------------------------------------------------------------
+
+
+def activation(z, activations: str | Callable | tuple[str | Callable, ...]) -> jax.Array:
+    """The product of A activations, each of its own input.
+
+    Args:
+      z: [.., A, N] f32, f16 or bf16.
+      activations: A names ("gelu", "silu", "relu", "quick_gelu", "squared_relu", "sigmoid", "linear") or functions
+        of an array. One name, and one name with "linear", run a fused kernel; all others are plain JAX.
+
+    Returns:
+      [.., N] in z's dtype. Raises ValueError where z does not fit the activations.
+    """
+    z, activations = jnp.asarray(z), _as_tuple(activations)
+    if z.dtype not in [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]:
+        raise ValueError(f"activation: z: expected f32, f16 or bf16, got {z.dtype}")
+    if z.ndim < 2 or z.shape[-2] != len(activations):
+        raise ValueError(f"activation: z: expected [.., {len(activations)}, N] for {activations}, got {list(z.shape)}")
+    if name := fused_name(activations):
+        return _activation(name, z)
+    functions = [a if callable(a) else functools.partial(_named, a) for a in activations]
+    return functools.reduce(operator.mul, [f(z[..., i, :]) for i, f in enumerate(functions)])
+
+
+def fused_name(activations: str | Callable | tuple[str | Callable, ...]) -> str | None:
+    """The kernels' name of these activations, None where no kernel computes them; ValueError for an unknown name."""
+    activations = _as_tuple(activations)
+    for name in activations:
+        if isinstance(name, str) and name not in CURVES and name != "linear":
+            raise ValueError(f"activation: activations: expected some of {[*CURVES, 'linear']}, got {name!r}")
+    if activations[0] in CURVES and activations[1:] in ((), ("linear",)):
+        return "_".join(activations)
+    return None
+
+
+def _as_tuple(activations) -> tuple[str | Callable, ...]:
+    activations = (activations,) if isinstance(activations, str) or callable(activations) else tuple(activations)
+    if not activations:
+        raise ValueError("activation: activations: expected at least one, got none")
+    return activations
+
+
+def _named(name: str, x):
+    return x if name == "linear" else CURVES[name](x.astype(jnp.float32)).value.astype(x.dtype)
+
+
+def _activation_forward(name: str, z):
+    return activation_fwd(z, None, activation=name).y, z
+
+
+def _activation_backward(name: str, z, dy):
+    return (activation_bwd(dy, z, None, activation=name).dz,)
+
+
+_activation = differentiable(_activation_forward, _activation_backward)

@@ -1,0 +1,126 @@
+"""dense: x @ kernel + bias with FP8 operands: one GEMM forward, and one each for the gradients of x and kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.ops.gemm import gemm
+from transformer_engine_jax.ops.quantize import Cast, observe, quantize_for, watch, watch_gradient
+from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
+from transformer_engine_jax.recipe import MMParams
+
+
+class Dense(NamedTuple):
+    """What a dense product needs to know at trace time."""
+
+    k_axes: int
+    x_dtype: np.dtype
+    kernel_dtype: np.dtype
+    bias_dtype: np.dtype | None
+
+    @classmethod
+    def of(cls, x, kernel, bias, k_axes: int) -> Dense:
+        return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), None if bias is None else np.dtype(bias.dtype))
+
+
+class Saved(NamedTuple):
+    """What the backward of a dense product needs of its forward."""
+
+    x_t: QuantizedTensor  # [k.., m..]
+    kernel: QuantizedTensor  # [k.., n..]
+    x_amax: jax.Array  # f32[]
+    kernel_amax: jax.Array  # f32[]
+    quantizers: GemmQuantizers
+
+
+def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias, k_axes: int, dtype, accumulation: MMParams) -> jax.Array:
+    """a[m.., k..] b[n.., k..]^T + bias[n..] -> [m.., n..]."""
+    return gemm(
+        a.data, b.data, a.scale_inv, b.scale_inv, bias, None, None,
+        k_axes=k_axes, dtype=dtype, split_accumulator=accumulation.use_split_accumulator,
+    ).d  # fmt: skip
+
+
+def dense_forward(static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantizers) -> tuple[jax.Array, Saved]:
+    """The output, from an input quantized both ways, and what the backward needs."""
+    cast_kernel = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - static.k_axes, q=True, q_t=True)
+    recipe = quantizers.x.spec.recipe
+    y = _matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop)
+    return y, Saved(cast_x.q_t, cast_kernel.q, cast_x.amax, cast_kernel.amax, quantizers)
+
+
+def dense_backward(static: Dense, saved: Saved, cast_dy: Cast):
+    """Gradients of x, kernel, bias and the reports of the quantizers, from a gradient quantized both ways."""
+    quantizers = saved.quantizers
+    recipe = quantizers.grad.spec.recipe
+    n_axes = saved.kernel.data.ndim - static.k_axes
+    m_axes = saved.x_t.data.ndim - static.k_axes
+    dx = _matmul(cast_dy.q, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad)
+    dkernel = _matmul(saved.x_t, cast_dy.q_t, None, m_axes, static.kernel_dtype, recipe.fp8_gemm_wgrad)
+    dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
+    reports = GemmQuantizers(
+        observe(quantizers.x, saved.x_amax),
+        observe(quantizers.kernel, saved.kernel_amax),
+        observe(quantizers.grad, cast_dy.amax),
+    )
+    return dx, dkernel, dbias, reports
+
+
+def quantize_gradient(static: Dense, saved: Saved, dy: jax.Array) -> Cast:
+    """The gradient of the output quantized both ways, with its column sums where there is a bias."""
+    n_axes = saved.kernel.data.ndim - static.k_axes
+    return quantize_for(saved.quantizers.grad, dy, k_axes=n_axes, q_t=True, colsum=static.bias_dtype is not None)
+
+
+def _forward(static: Dense, x, kernel, bias, quantizers: GemmQuantizers):
+    cast_x = quantize_for(quantizers.x, x, k_axes=static.k_axes, q_t=True)
+    return dense_forward(static, cast_x, kernel, bias, quantizers)
+
+
+def _backward(static: Dense, saved: Saved, dy):
+    return dense_backward(static, saved, quantize_gradient(static, saved, dy))
+
+
+_fp8_dense = differentiable(_forward, _backward)
+
+
+def check_dense(op: str, x, kernel, bias, k_axes: int) -> None:
+    """ValueError where the shapes of a dense op do not fit."""
+    if not 1 <= k_axes < kernel.ndim or x.ndim < k_axes:
+        raise ValueError(
+            f"{op}: expected x[.., {k_axes} contracted axes] and a kernel with more than {k_axes} axes, "
+            f"got x{list(x.shape)} and kernel{list(kernel.shape)}"
+        )
+    if x.shape[x.ndim - k_axes :] != kernel.shape[:k_axes]:
+        raise ValueError(f"{op}: kernel has K={list(kernel.shape[:k_axes])} but x has K={list(x.shape[x.ndim - k_axes :])}")  # fmt: skip
+    if bias is not None and bias.shape != kernel.shape[k_axes:]:
+        raise ValueError(f"{op}: bias: expected the shape {kernel.shape[k_axes:]} of the kernel's outputs, got {bias.shape}")  # fmt: skip
+
+
+def dense(x, kernel, bias=None, *, k_axes: int = 1, quantizers: GemmQuantizers | None = None) -> jax.Array:
+    """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] -> [m.., n..] in x's dtype.
+
+    Args:
+      x: f32, f16 or bf16.
+      kernel, bias: any float dtype; bias may be None.
+      k_axes: how many axes are contracted.
+      quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    check_dense("dense", x, kernel, bias, k_axes)
+    if quantizers is not None and not quantizers.x.spec.calibrating:
+        return _fp8_dense(Dense.of(x, kernel, bias, k_axes), x, kernel, bias, quantizers)
+    if quantizers is not None:
+        x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
+    contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())))
+    if bias is not None:
+        y = y + jnp.asarray(bias, y.dtype)
+    return y if quantizers is None else watch_gradient(y, quantizers.grad)

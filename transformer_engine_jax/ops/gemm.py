@@ -1,0 +1,94 @@
+"""The one matrix product: FP8 or high-precision operands, with scales, bias, accumulation and an FP8 result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.ops.quantize import E4M3, E5M2, is_fp8
+from transformer_engine_jax.ops.result import store
+
+
+class Gemm(NamedTuple):
+    d: jax.Array  # [m.., n..] in `dtype`
+    amax: jax.Array | None  # f32[] max |d|, of an FP8 d before its scale and cast
+
+
+def _needs_all_of_k(attributes: Mapping[str, Any]) -> str:
+    """Partial sums can be added up over shards, but neither FP8 codes nor the amaxes of partial sums can."""
+    return "k" if attributes["amax"] or is_fp8(attributes["dtype"]) else ""
+
+
+def _fused_on_cuda(a, b, bias, c, dtype, amax: bool, k: int, n: int) -> bool:
+    """Whether cuBLASLt does it all in one call; `fused` in cpp/ops/gemm.cu is the same rule."""
+    c_as_d = c is None or c.dtype == dtype
+    if k == 0:
+        return False
+    if not is_fp8(a.dtype):
+        return dtype in (a.dtype, np.float32) and c_as_d and not amax
+    if k % 16 or n % 16 or (a.dtype == E5M2 and b.dtype == E5M2):
+        return False
+    if is_fp8(dtype):
+        return (dtype == E4M3 or E5M2 in (a.dtype, b.dtype)) and (c is None or c.dtype != np.float32)
+    exact_bias = bias is None or dtype != np.float32 or bias.dtype == jnp.bfloat16
+    return exact_bias and c_as_d and not amax
+
+
+def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes, amax, **_) -> int:
+    """Scratch of the CUDA handler: cuBLASLt's own and a bias in another dtype; where cuBLASLt can't do it all, the
+    sums in f32 and FP8 operands in bf16. Each piece is aligned to 256 bytes."""
+    dtype = np.dtype(dtype)
+    m, n = prod(a.shape[: a.ndim - k_axes]), prod(b.shape[: b.ndim - k_axes])
+    k = prod(a.shape[a.ndim - k_axes :])
+    if _fused_on_cuda(a, b, bias, c, dtype, amax, k, n):
+        pieces = [0 if bias is None else 4 * n]
+    else:
+        pieces = [0 if dtype == np.float32 else 4 * m * n]
+        pieces += [2 * m * k, 2 * n * k] if is_fp8(a.dtype) else []
+    return 256 + sum(-(-size // 256) * 256 for size in [32 << 20, *pieces])
+
+
+@kernel(
+    "m* k*, n* k*, -, -, n*, m* n*, - -> m* n*, -",
+    whole=_needs_all_of_k,
+    reduce={"d": "sum", "amax": "max"},
+    once=("bias", "c"),
+    workspace=_scratch,
+)
+def gemm(
+    a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes=1, split_accumulator=True, amax=False
+) -> Gemm:
+    """d = a b^T * a_scale_inv * b_scale_inv + bias + c, summed in f32 and returned as `dtype`.
+
+    Args:
+      a: [m.., k..] FP8, f32, f16 or bf16; its last `k_axes` axes are contracted with those of b.
+      b: [n.., k..] of a's dtype; where a is FP8, of either FP8 dtype.
+      a_scale_inv, b_scale_inv: f32[] what one unit of an FP8 operand stands for; None is 1.
+      bias: [n..] or None; c: [m.., n..] or None; each f32, f16 or bf16.
+      d_scale: f32[] multiplies d before the cast to `dtype`; given exactly where that is FP8.
+      split_accumulator: False lets Hopper's tensor cores keep FP8 sums in fewer than 23 bits: about 10 % faster.
+      amax: asks for max |d|.
+    """
+    a_k, b_k = a.shape[a.ndim - k_axes :], b.shape[b.ndim - k_axes :]
+    if a_k != b_k:
+        raise ValueError(f"gemm: b: expected its last {k_axes} axes to be {a_k} as a's {a.shape}, got {b.shape}")
+    if is_fp8(a.dtype) != is_fp8(b.dtype) or not (is_fp8(a.dtype) or a.dtype == b.dtype):
+        raise ValueError(f"gemm: b: expected {'an FP8 dtype' if is_fp8(a.dtype) else a.dtype} as a, got {b.dtype}")
+    # FP8 codes as f32: XLA on the CPU multiplies nothing narrower any faster.
+    operands = [x.astype(jnp.float32) if is_fp8(x.dtype) else x for x in (a, b)]
+    contracted = [tuple(range(x.ndim - k_axes, x.ndim)) for x in (a, b)]
+    value = jax.lax.dot_general(
+        *operands, (contracted, ((), ())), precision="highest", preferred_element_type=jnp.float32
+    )
+    for scale_inv in (a_scale_inv, b_scale_inv):
+        value = value if scale_inv is None else value * scale_inv
+    for term in (bias, c):
+        value = value if term is None else value + term.astype(jnp.float32)
+    stored = store("gemm", value, d_scale, dtype=dtype, k_axes=0, transposed=False, amax=amax)
+    return Gemm(stored.y, stored.amax)

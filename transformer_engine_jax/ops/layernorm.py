@@ -1,0 +1,175 @@
+"""LayerNorm and RMSNorm over the last axis: kernels with an optional FP8 result, and differentiable ops.
+
+Every kernel computes in f32. g is gamma, or 1 + gamma where gamma is stored zero-centred.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_engine_jax.kernel import differentiable, kernel
+from transformer_engine_jax.ops.result import store
+
+# --- Kernels -----------------------------------------------------------------------------------------------------
+
+
+class LayerNormFwd(NamedTuple):
+    y: jax.Array  # [.., K] in dtype
+    y_t: jax.Array | None  # fp8[K, ..] its transposed copy
+    mean: jax.Array  # f32[..]
+    rstd: jax.Array  # f32[..] 1 / sqrt(variance + epsilon)
+    amax: jax.Array | None  # f32[] max |y| before scaling
+
+
+class RmsNormFwd(NamedTuple):
+    y: jax.Array  # [.., K] in dtype
+    y_t: jax.Array | None  # fp8[K, ..] its transposed copy
+    rstd: jax.Array  # f32[..] 1 / sqrt(mean square + epsilon)
+    amax: jax.Array | None  # f32[] max |y| before scaling
+
+
+class LayerNormBwd(NamedTuple):
+    dx: jax.Array  # [.., K] in x's dtype
+    dgamma: jax.Array  # f32[K]
+    dbeta: jax.Array  # f32[K]
+
+
+class RmsNormBwd(NamedTuple):
+    dx: jax.Array  # [.., K] in x's dtype
+    dgamma: jax.Array  # f32[K]
+
+
+def _g(gamma, zero_centered: bool):
+    return gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0)
+
+
+def _sum_rows(x):
+    return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
+
+
+@kernel("... k, k, k, - -> ... k, k ..., ..., ..., -", whole="k", reduce={"amax": "max"})
+def layernorm_fwd(
+    x, gamma, beta, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y_t=False, amax=False
+) -> LayerNormFwd:
+    """y = (x - mean) * rstd * g + beta; with a scale f32[], y is FP8 (`dtype`), without it x's dtype or `dtype`."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    centred = wide - mean
+    rstd = 1.0 / jnp.sqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+    values = centred * rstd * _g(gamma, zero_centered_gamma) + beta.astype(jnp.float32)
+    out = store("layernorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, transposed=y_t, amax=amax)
+    return LayerNormFwd(out.y, out.y_t, mean[..., 0], rstd[..., 0], out.amax)
+
+
+@kernel("... k, k, - -> ... k, k ..., ..., -", whole="k", reduce={"amax": "max"})
+def rmsnorm_fwd(
+    x, gamma, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y_t=False, amax=False
+) -> RmsNormFwd:
+    """y = x * rstd * g; with a scale f32[], y is FP8 (`dtype`), without it x's dtype or `dtype`."""
+    wide = x.astype(jnp.float32)
+    rstd = 1.0 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    values = wide * rstd * _g(gamma, zero_centered_gamma)
+    out = store("rmsnorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, transposed=y_t, amax=amax)
+    return RmsNormFwd(out.y, out.y_t, rstd[..., 0], out.amax)
+
+
+@kernel("... k, ... k, k, ..., ... -> ... k, k, k", whole="k", reduce={"dgamma": "sum", "dbeta": "sum"})
+def layernorm_bwd(dy, x, gamma, mean, rstd, *, zero_centered_gamma=False) -> LayerNormBwd:
+    """Gradients of layernorm_fwd's y from the cotangent dy and what the forward saved."""
+    rstd = rstd[..., None]
+    xhat = (x.astype(jnp.float32) - mean[..., None]) * rstd
+    dy = dy.astype(jnp.float32)
+    wdy = dy * _g(gamma, zero_centered_gamma)
+    along_one = jnp.mean(wdy, axis=-1, keepdims=True)
+    along_xhat = jnp.mean(wdy * xhat, axis=-1, keepdims=True)
+    dx = (wdy - along_one - xhat * along_xhat) * rstd
+    return LayerNormBwd(dx.astype(x.dtype), _sum_rows(dy * xhat), _sum_rows(dy))
+
+
+@kernel("... k, ... k, k, ... -> ... k, k", whole="k", reduce={"dgamma": "sum"})
+def rmsnorm_bwd(dy, x, gamma, rstd, *, zero_centered_gamma=False) -> RmsNormBwd:
+    """Gradients of rmsnorm_fwd's y from the cotangent dy and what the forward saved."""
+    rstd = rstd[..., None]
+    xhat = x.astype(jnp.float32) * rstd
+    dy = dy.astype(jnp.float32)
+    wdy = dy * _g(gamma, zero_centered_gamma)
+    dx = (wdy - xhat * jnp.mean(wdy * xhat, axis=-1, keepdims=True)) * rstd
+    return RmsNormBwd(dx.astype(x.dtype), _sum_rows(dy * xhat))
+
+
+# --- Differentiable ops ------------------------------------------------------------------------------------------
+
+
+class Norm(NamedTuple):
+    """What a norm needs to know at trace time."""
+
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+
+
+def layernorm(x, gamma, beta, *, epsilon: float = 1e-6, zero_centered_gamma: bool = False) -> jax.Array:
+    """Layer normalisation over the last axis (Ba et al., 2016), in f32 arithmetic.
+
+    Args:
+      x: [.., K] f32, f16 or bf16.
+      gamma: [K] scale, any of these dtypes; stored as its difference from 1 where `zero_centered_gamma`.
+      beta: [K] offset, any of these dtypes.
+      epsilon: added to the variance.
+
+    Returns:
+      [.., K] in x's dtype. Raises ValueError where shapes or dtypes do not fit.
+    """
+    x, gamma, beta = checked_norm("layernorm", x, gamma=gamma, beta=beta)
+    return _layernorm(Norm(float(epsilon), bool(zero_centered_gamma)), x, gamma, beta)
+
+
+def rmsnorm(x, gamma, *, epsilon: float = 1e-6, zero_centered_gamma: bool = False) -> jax.Array:
+    """Root mean square normalisation over the last axis (Zhang and Sennrich, 2019); arguments as `layernorm`'s."""
+    x, gamma = checked_norm("rmsnorm", x, gamma=gamma)
+    return _rmsnorm(Norm(float(epsilon), bool(zero_centered_gamma)), x, gamma)
+
+
+def checked_norm(op: str, x, **parameters) -> tuple[jax.Array, ...]:
+    arrays = [jnp.asarray(a) for a in (x, *parameters.values())]
+    for name, array in zip(("x", *parameters), arrays):
+        if array.dtype not in _FLOATS:
+            raise ValueError(f"{op}: {name}: expected f32, f16 or bf16, got {array.dtype}")
+    if arrays[0].ndim == 0:
+        raise ValueError(f"{op}: x: expected at least one axis, got a scalar")
+    for name, array in zip(parameters, arrays[1:]):
+        if array.shape != arrays[0].shape[-1:]:
+            raise ValueError(f"{op}: {name}: expected [{arrays[0].shape[-1]}], x's last axis, got {list(array.shape)}")
+    return tuple(arrays)
+
+
+_FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
+
+
+def _layernorm_forward(norm: Norm, x, gamma, beta):
+    out = layernorm_fwd(x, gamma, beta, None, **norm._asdict())
+    return out.y, (x, gamma, beta, out.mean, out.rstd)
+
+
+def _layernorm_backward(norm: Norm, saved, dy):
+    x, gamma, beta, mean, rstd = saved
+    d = layernorm_bwd(dy, x, gamma, mean, rstd, zero_centered_gamma=norm.zero_centered_gamma)
+    return d.dx, d.dgamma.astype(gamma.dtype), d.dbeta.astype(beta.dtype)
+
+
+def _rmsnorm_forward(norm: Norm, x, gamma):
+    out = rmsnorm_fwd(x, gamma, None, **norm._asdict())
+    return out.y, (x, gamma, out.rstd)
+
+
+def _rmsnorm_backward(norm: Norm, saved, dy):
+    x, gamma, rstd = saved
+    d = rmsnorm_bwd(dy, x, gamma, rstd, zero_centered_gamma=norm.zero_centered_gamma)
+    return d.dx, d.dgamma.astype(gamma.dtype)
+
+
+_layernorm = differentiable(_layernorm_forward, _layernorm_backward)
+_rmsnorm = differentiable(_rmsnorm_forward, _rmsnorm_backward)

@@ -1,0 +1,117 @@
+"""layernorm_dense: a norm and the dense product that reads it; in FP8 the norm writes its result quantized."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.ops.dense import Dense, Saved, check_dense, dense, dense_backward, dense_forward, quantize_gradient
+from transformer_engine_jax.ops.layernorm import (
+    Norm,
+    checked_norm,
+    layernorm,
+    layernorm_bwd,
+    layernorm_fwd,
+    rmsnorm,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+)
+from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for
+from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
+
+
+class NormSaved(NamedTuple):
+    """What the backward of a norm needs of its forward; beta and mean are None for RMSNorm."""
+
+    x: jax.Array  # [.., K]
+    gamma: jax.Array  # [K]
+    beta: jax.Array | None  # [K]
+    mean: jax.Array | None  # f32[..]
+    rstd: jax.Array  # f32[..]
+
+
+def check_norm(op: str, x, gamma, beta) -> None:
+    """ValueError where the shapes or dtypes of a norm (of an RMSNorm where beta is None) do not fit."""
+    checked_norm(op, x, gamma=gamma, **({} if beta is None else {"beta": beta}))
+
+
+def norm(static: Norm, x, gamma, beta) -> jax.Array:
+    """LayerNorm, or RMSNorm where beta is None, of x[.., K] in x's precision."""
+    if beta is None:
+        return rmsnorm(x, gamma, **static._asdict())
+    return layernorm(x, gamma, beta, **static._asdict())
+
+
+def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Cast, NormSaved]:
+    """The norm of x[.., K], quantized both ways in the pass that computes it, and what its backward needs."""
+
+    def run(scale, **wanted):
+        if beta is None:
+            return rmsnorm_fwd(x, gamma, scale, **static._asdict(), **wanted)
+        return layernorm_fwd(x, gamma, beta, scale, **static._asdict(), **wanted)
+
+    if quantizer.spec.recipe.stateful:
+        out = run(quantizer.scale, dtype=quantizer.spec.dtype, y_t=True, amax=True)
+        cast = cast_result(quantizer.scale, out.y, out.y_t, out.amax)
+    else:
+        out = run(None, amax=True)
+        cast = quantize_for(quantizer, out.y, q_t=True, amax_of_x=out.amax)
+    return cast, NormSaved(x, gamma, beta, None if beta is None else out.mean, out.rstd)
+
+
+def norm_backward(static: Norm, saved: NormSaved, dy):
+    """Gradients of x, gamma and beta (None for RMSNorm) in their dtypes."""
+    x, gamma, beta, mean, rstd = saved
+    if beta is None:
+        out = rmsnorm_bwd(dy, x, gamma, rstd, zero_centered_gamma=static.zero_centered_gamma)
+        return out.dx, out.dgamma.astype(gamma.dtype), None
+    out = layernorm_bwd(dy, x, gamma, mean, rstd, zero_centered_gamma=static.zero_centered_gamma)
+    return out.dx, out.dgamma.astype(gamma.dtype), out.dbeta.astype(beta.dtype)
+
+
+class _Static(NamedTuple):
+    norm: Norm
+    dense: Dense
+
+
+def _forward(static: _Static, x, gamma, beta, kernel, bias, quantizers: GemmQuantizers):
+    cast, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers.x)
+    y, saved = dense_forward(static.dense, cast, kernel, bias, quantizers)
+    return y, (norm_saved, saved)
+
+
+def _backward(static: _Static, residuals: tuple[NormSaved, Saved], dy):
+    norm_saved, saved = residuals
+    cast_dy = quantize_gradient(static.dense, saved, dy)
+    dnormed, dkernel, dbias, reports = dense_backward(static.dense, saved, cast_dy)
+    dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dnormed)
+    return dx, dgamma, dbeta, dkernel, dbias, reports
+
+
+_fp8_layernorm_dense = differentiable(_forward, _backward)
+
+
+def layernorm_dense(
+    x, gamma, beta, kernel, bias=None, *, norm_options: Norm = Norm(), quantizers: GemmQuantizers | None = None
+) -> jax.Array:
+    """norm(x[.., K]) contracted with kernel[K, n..], plus bias[n..] -> [.., n..] in x's dtype.
+
+    Args:
+      x: f32, f16 or bf16.
+      gamma, beta: [K]; beta None makes it an RMSNorm.
+      kernel, bias: any float dtype; bias may be None.
+      norm_options: epsilon and zero_centered_gamma.
+      quantizers: how the normed x, kernel and the gradient of the output become FP8; None: x's precision.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    if quantizers is None or quantizers.x.spec.calibrating:
+        return dense(norm(norm_options, x, gamma, beta), kernel, bias, quantizers=quantizers)
+    check_norm("layernorm_dense", x, gamma, beta)
+    check_dense("layernorm_dense", x, kernel, bias, 1)
+    return _fp8_layernorm_dense(
+        _Static(norm_options, Dense.of(x, kernel, bias, 1)), x, gamma, beta, kernel, bias, quantizers
+    )

@@ -1,0 +1,117 @@
+"""layernorm_mlp: norm, dense, activation, dense; in FP8 norm and activation write their results quantized."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.ops.activation import activation, activation_bwd, activation_fwd, fused_name
+from transformer_engine_jax.ops.dense import Dense, check_dense, dense, dense_backward, dense_forward, quantize_gradient
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
+from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for
+from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
+
+
+def activation_forward(name: str, z, quantizer: Quantizer) -> Cast:
+    """The activation of z[.., A, N], quantized both ways in the pass that computes it."""
+    if quantizer.spec.recipe.stateful:
+        out = activation_fwd(z, quantizer.scale, activation=name, dtype=quantizer.spec.dtype, y_t=True, amax=True)
+        return cast_result(quantizer.scale, out.y, out.y_t, out.amax)
+    out = activation_fwd(z, None, activation=name, amax=True)
+    return quantize_for(quantizer, out.y, q_t=True, amax_of_x=out.amax)
+
+
+def activation_backward(name: str, dy, z, quantizer: Quantizer, *, dbias: bool) -> Cast:
+    """The gradient of z[.., A, N], quantized both ways, with its sum over tokens where there is a bias."""
+    if quantizer.spec.recipe.stateful:
+        out = activation_bwd(
+            dy, z, quantizer.scale, activation=name, dtype=quantizer.spec.dtype, dz_t=True, amax=True, dbias=dbias
+        )
+        return cast_result(quantizer.scale, out.dz, out.dz_t, out.amax, out.dbias)
+    out = activation_bwd(dy, z, None, activation=name, amax=True, dbias=dbias)
+    return quantize_for(quantizer, out.dz, k_axes=2, q_t=True, amax_of_x=out.amax)._replace(colsum=out.dbias)
+
+
+class _Static(NamedTuple):
+    norm: Norm | None
+    activation: str
+    dense_1: Dense
+    dense_2: Dense
+    names: tuple[str, str]  # of the two products, for checkpoint policies
+
+
+def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2, quantizers):
+    quantizers_1, quantizers_2 = quantizers
+    if static.norm is None:
+        cast_x, norm_saved = quantize_for(quantizers_1.x, x, q_t=True), None
+    else:
+        cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers_1.x)
+    z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, bias_1, quantizers_1)
+    z = checkpoint_name(z, static.names[0])
+    cast_a = activation_forward(static.activation, z, quantizers_2.x)
+    y, saved_2 = dense_forward(static.dense_2, cast_a, kernel_2, bias_2, quantizers_2)
+    return checkpoint_name(y, static.names[1]), (norm_saved, saved_1, z, saved_2)
+
+
+def _backward(static: _Static, residuals, dy):
+    norm_saved, saved_1, z, saved_2 = residuals
+    cast_dy = quantize_gradient(static.dense_2, saved_2, dy)
+    da, dkernel_2, dbias_2, reports_2 = dense_backward(static.dense_2, saved_2, cast_dy)
+    cast_dz = activation_backward(
+        static.activation, da, z, saved_1.quantizers.grad, dbias=static.dense_1.bias_dtype is not None
+    )
+    dx, dkernel_1, dbias_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
+    dgamma = dbeta = None
+    if static.norm is not None:
+        dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx)
+    return dx, dgamma, dbeta, dkernel_1, dbias_1, dkernel_2, dbias_2, (reports_1, reports_2)
+
+
+_fp8_layernorm_mlp = differentiable(_forward, _backward)
+
+
+def layernorm_mlp(
+    x,
+    gamma,
+    beta,
+    kernels: tuple[jax.Array, jax.Array],
+    biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
+    *,
+    activations: tuple[str, ...] = ("gelu",),
+    norm_options: Norm | None = Norm(),
+    quantizers: tuple[GemmQuantizers, GemmQuantizers] | None = None,
+    names: tuple[str, str] = ("ffn1", "ffn2"),
+) -> jax.Array:
+    """activation(norm(x[.., K]) @ kernels[0][K, A, N] + biases[0][A, N]) @ kernels[1][N, n..] + biases[1][n..].
+
+    Args:
+      x: f32, f16 or bf16; the result [.., n..] has its dtype.
+      gamma, beta: [K]; beta None makes it an RMSNorm; both None where norm_options is None (no norm).
+      kernels, biases: of the two products, any float dtype; A is len(activations).
+      activations: as in `activation`.
+      norm_options: epsilon and zero_centered_gamma, or None for no norm.
+      quantizers: of the two products; None computes in x's precision.
+      names: checkpoint names of the two products' results.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    (kernel_1, kernel_2), (bias_1, bias_2) = kernels, biases
+    check_dense("layernorm_mlp", x, kernel_1, bias_1, 1)
+    if norm_options is not None:
+        check_norm("layernorm_mlp", x, gamma, beta)
+    name = fused_name(activations)
+    if quantizers is None or quantizers[0].x.spec.calibrating or name is None:
+        first, second = quantizers or (None, None)
+        normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
+        z = checkpoint_name(dense(normed, kernel_1, bias_1, quantizers=first), names[0])
+        return checkpoint_name(dense(activation(z, activations), kernel_2, bias_2, quantizers=second), names[1])
+    if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
+        raise ValueError(f"layernorm_mlp: kernels[0]: expected [K, {len(activations)}, N] for {activations}, got {list(kernel_1.shape)}")  # fmt: skip
+    dense_2 = Dense.of(x, kernel_2, bias_2, 1)
+    static = _Static(norm_options, name, Dense.of(x, kernel_1, bias_1, 1), dense_2, names)
+    return _fp8_layernorm_mlp(static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2, quantizers)

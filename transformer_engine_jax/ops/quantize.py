@@ -1,0 +1,192 @@
+"""Kernels of quantization: cast with scale and amax, with the transposed copy and column sums in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_engine_jax.kernel import differentiable, kernel, pmax
+from transformer_engine_jax.quantized import QuantizedTensor, Quantizer, QuantizerSpec, report
+from transformer_engine_jax.recipe import current_scale
+
+E4M3 = np.dtype(jnp.float8_e4m3fn)
+E5M2 = np.dtype(jnp.float8_e5m2)
+
+
+def is_fp8(dtype) -> bool:
+    return np.dtype(dtype) in (E4M3, E5M2)
+
+
+def fp8_max(dtype) -> float:
+    """The largest finite value of an FP8 format: 448 for E4M3, 57344 for E5M2."""
+    return float(jnp.finfo(dtype).max)
+
+
+def flush(x: jax.Array) -> jax.Array:
+    """x as f32 with values below the smallest normal as signed zero: what the cast sees on every platform."""
+    x = x.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    tiny = (bits & jnp.uint32(0x7FFFFFFF)) < jnp.uint32(0x00800000)
+    return jax.lax.bitcast_convert_type(jnp.where(tiny, bits & jnp.uint32(0x80000000), bits), jnp.float32)
+
+
+def cast(x: jax.Array, dtype) -> jax.Array:
+    """f32 -> FP8: one rounding to nearest even, saturating (infinities too), NaN -> 0x7f.
+
+    Defined on bits because XLA's own conversion to E5M2 rounds twice (through f16) and overflows to infinity.
+    """
+    mantissa, bias = {E4M3: (3, 7), E5M2: (2, 15)}[np.dtype(dtype)]
+    u32 = jnp.uint32
+    bits = jax.lax.bitcast_convert_type(x, u32)
+    magnitude = bits & u32(0x7FFFFFFF)
+    a = jnp.minimum(magnitude, u32(np.float32(fp8_max(dtype)).view(np.uint32)))
+    shift = 23 - mantissa
+    odd = (a >> shift) & u32(1)
+    normal = ((a + u32((1 << (shift - 1)) - 1) + odd) >> shift) - u32((127 - bias) << mantissa)
+    # Below the smallest normal, codes count steps of 2^(1 - bias - mantissa); adding a number whose ulp is
+    # that step rounds to one.
+    magic = u32((127 - bias + 1 - mantissa + 23) << 23)
+    as_float = jax.lax.bitcast_convert_type
+    stepped = as_float(as_float(a, jnp.float32) + as_float(magic, jnp.float32), u32) - magic
+    code = jnp.where(a < u32((127 - bias + 1) << 23), stepped, normal) | ((bits >> 24) & u32(0x80))
+    code = jnp.where(magnitude > u32(0x7F800000), u32(0x7F), code).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(code, dtype)
+
+
+def max_abs(x: jax.Array) -> jax.Array:
+    """max |x| as f32[], NaN where x holds one, 0 for an empty x."""
+    bits = jax.lax.bitcast_convert_type(flush(x), jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, initial=jnp.uint32(0)), jnp.float32)
+
+
+def transpose(x: jax.Array, k_axes: int) -> jax.Array:
+    """Moves the last k_axes axes to the front."""
+    split = x.ndim - k_axes
+    return jnp.transpose(x, (*range(split, x.ndim), *range(split)))
+
+
+class Quantized(NamedTuple):
+    q: jax.Array | None  # fp8[m.., k..] cast of x * scale
+    q_t: jax.Array | None  # fp8[k.., m..] its transposed copy
+    amax: jax.Array  # f32[] max |x| before scaling
+    colsum: jax.Array | None  # f32[k..] sum of x over the leading axes (a bias gradient)
+
+
+def _partial_sums(x, scale, *, colsum, k_axes, **_) -> int:
+    """Scratch of the CUDA handler: one row of partial column sums for every 64 rows."""
+    columns = int(np.prod(x.shape[x.ndim - k_axes :]))
+    rows = int(np.prod(x.shape[: x.ndim - k_axes]))
+    return 4 * columns * -(-rows // 64) if colsum else 0
+
+
+@kernel("m* k*, - -> m* k*, k* m*, -, k*", reduce={"amax": "max", "colsum": "sum"}, workspace=_partial_sums)
+def quantize(x, scale, *, dtype, k_axes=1, q=True, q_t=False, colsum=False) -> Quantized:
+    """Casts x[m.., k..] (f32, f16, bf16) to FP8 with a scale f32[]; the last `k_axes` axes are the columns."""
+    cast_x = cast(flush(x) * scale, dtype) if q or q_t else None
+    return Quantized(
+        cast_x if q else None,
+        transpose(cast_x, k_axes) if q_t else None,
+        max_abs(x),
+        jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - k_axes))) if colsum else None,
+    )
+
+
+@kernel("... -> -", reduce={"result": "max"})
+def amax(x) -> Any:
+    """max |x| as f32[]; NaN where x (f32, f16, bf16) holds one."""
+    return max_abs(x)
+
+
+@kernel("..., - -> ...")
+def dequantize(q, scale_inv, *, dtype) -> Any:
+    """q (FP8) * scale_inv f32[], as `dtype` (f32, f16, bf16)."""
+    return (q.astype(jnp.float32) * scale_inv).astype(dtype)
+
+
+# --- What ops do with a Quantizer ------------------------------------------------------------------------------------
+
+
+class Cast(NamedTuple):
+    """One tensor quantized for the GEMMs that read it."""
+
+    q: QuantizedTensor | None  # [m.., k..]
+    q_t: QuantizedTensor | None  # [k.., m..]
+    amax: jax.Array  # f32[]
+    colsum: jax.Array | None = None  # f32[k..]
+
+
+def reduce_amax(amax: jax.Array, spec: QuantizerSpec, like: jax.Array | None = None) -> jax.Array:
+    """amax over the mesh axes of a manual shard_map that the user named, and those `like` does not vary over."""
+    axes = set(spec.amax_axes)
+    if like is not None:
+        axes |= jax.typeof(amax).manual_axis_type.varying - jax.typeof(like).manual_axis_type.varying
+    try:
+        return pmax(amax, tuple(sorted(axes))) if axes else amax
+    except NameError as error:
+        raise ValueError(
+            f"autocast: amax_axes={spec.amax_axes} must name mesh axes of the shard_map around the call; {error}"
+        ) from error
+
+
+def quantizer_scale(quantizer: Quantizer, amax: Callable[[], jax.Array]) -> jax.Array:
+    """The scale f32[] of this step; `amax` is only called where the recipe needs the tensor's own."""
+    if quantizer.spec.recipe.stateful:
+        return quantizer.scale
+    return current_scale(quantizer.spec.recipe, reduce_amax(amax(), quantizer.spec), quantizer.spec.dtype)
+
+
+def cast_result(scale: jax.Array, q, q_t, amax, colsum=None) -> Cast:
+    """A kernel's buffers, cast with `scale`, as QuantizedTensors."""
+    scale_inv = 1.0 / scale
+    tensors = [None if data is None else QuantizedTensor(data, scale_inv) for data in (q, q_t)]
+    return Cast(*tensors, amax, colsum)
+
+
+def quantize_for(quantizer: Quantizer, x, *, k_axes=1, q=True, q_t=False, colsum=False, amax_of_x=None) -> Cast:
+    """Quantizes x[m.., k..] as its Quantizer says; `amax_of_x` where the caller already has it."""
+    scale = quantizer_scale(quantizer, lambda: amax(x) if amax_of_x is None else amax_of_x)
+    out = quantize(x, scale, dtype=quantizer.spec.dtype, k_axes=k_axes, q=q, q_t=q_t, colsum=colsum)
+    return cast_result(scale, out.q, out.q_t, out.amax, out.colsum)
+
+
+def observe(quantizer: Quantizer, amax: jax.Array) -> Quantizer:
+    """The cotangent of a Quantizer: the report of what was observed."""
+    if quantizer.scale is None:
+        return quantizer
+    amax = reduce_amax(amax, quantizer.spec, like=quantizer.scale)
+    return Quantizer(jnp.zeros_like(quantizer.scale), report(amax), quantizer.spec)
+
+
+def _watch_forward(_, x, quantizer):
+    return x, (quantizer, amax(x))
+
+
+def _watch_backward(_, residuals, cotangent):
+    quantizer, amax_of_x = residuals
+    return cotangent, observe(quantizer, amax_of_x)
+
+
+def _watch_gradient_forward(_, y, quantizer):
+    return y, quantizer
+
+
+def _watch_gradient_backward(_, quantizer, cotangent):
+    return cotangent, observe(quantizer, amax(cotangent))
+
+
+_watch = differentiable(_watch_forward, _watch_backward)
+_watch_gradient = differentiable(_watch_gradient_forward, _watch_gradient_backward)
+
+
+def watch(x: jax.Array, quantizer: Quantizer) -> jax.Array:
+    """x, with its amax reported to the Quantizer: calibration."""
+    return x if quantizer.scale is None else _watch(None, x, quantizer)
+
+
+def watch_gradient(y: jax.Array, quantizer: Quantizer) -> jax.Array:
+    """y, with the amax of its cotangent reported to the Quantizer: calibration."""
+    return y if quantizer.scale is None else _watch_gradient(None, y, quantizer)

@@ -1,0 +1,27 @@
+"""What every op that may quantize its result does as it stores it; cpp/core/result.h and rows.cc in JAX."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from transformer_engine_jax.ops.quantize import cast, flush, is_fp8, max_abs, transpose
+
+
+class Stored(NamedTuple):
+    y: jax.Array  # [m.., k..] in dtype
+    y_t: jax.Array | None  # fp8[k.., m..] its transposed copy
+    amax: jax.Array | None  # f32[] max |value| before scaling, or max |y| where y is not FP8
+
+
+def store(op: str, values, scale, *, dtype, k_axes: int, transposed: bool, amax: bool) -> Stored:
+    """Stores f32 values[m.., k..] as `dtype`: FP8, scaled, exactly where a scale f32[] is given."""
+    if is_fp8(dtype) != (scale is not None):
+        raise ValueError(f"{op}: dtype: expected FP8 with a scale and f32, f16 or bf16 without, got {np.dtype(dtype)}")
+    if transposed and scale is None:
+        raise ValueError(f"{op}: scale: expected f32[] for a transposed copy, which only FP8 has, got None")
+    y = values.astype(dtype) if scale is None else cast(flush(values) * scale, dtype)
+    measured = y if scale is None else values
+    return Stored(y, transpose(y, k_axes) if transposed else None, max_abs(measured) if amax else None)

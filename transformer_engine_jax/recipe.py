@@ -1,0 +1,184 @@
+"""Recipes: how scales follow the data, as frozen dataclasses, and the arithmetic from amax to scale.
+
+A recipe is static and hashable, so it can be part of the jit cache key. Formats after "FP8 Formats for Deep
+Learning" (Micikevicius et al., 2022).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class FormatDtypes(NamedTuple):
+    forward: np.dtype  # of activations and weights
+    backward: np.dtype  # of gradients
+
+
+_E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+
+
+class Format(enum.Enum):
+    """FP8 formats of the forward and the backward pass; E4M3 reaches 448, E5M2 57344."""
+
+    E4M3 = FormatDtypes(_E4M3, _E4M3)
+    E5M2 = FormatDtypes(_E5M2, _E5M2)
+    HYBRID = FormatDtypes(_E4M3, _E5M2)
+
+
+@dataclasses.dataclass(frozen=True)
+class MMParams:
+    """How one GEMM accumulates: split adds partial sums in f32 (exact, about 10 % slower on Hopper)."""
+
+    use_split_accumulator: bool = True
+
+    def __post_init__(self):
+        if not isinstance(self.use_split_accumulator, bool):
+            raise ValueError(
+                f"MMParams.use_split_accumulator: expected a bool, got {self.use_split_accumulator!r}"
+            )
+
+
+def _check(recipe, field: str, ok: bool, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"{type(recipe).__name__}.{field}: expected {expected}, got {getattr(recipe, field)!r}")
+
+
+class Recipe:
+    """What the ops ask of every recipe: formats, accumulation, and whether scales come from a history."""
+
+    stateful: ClassVar[bool]
+    fp8_format: Format
+    fp8_gemm_fprop: MMParams
+    fp8_gemm_dgrad: MMParams
+    fp8_gemm_wgrad: MMParams
+
+    def _check_common(self) -> None:
+        _check(self, "fp8_format", isinstance(self.fp8_format, Format), "a recipe.Format")
+        for field in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            _check(self, field, isinstance(getattr(self, field), MMParams), "an MMParams")
+
+    @property
+    def forward_dtype(self) -> np.dtype:
+        return self.fp8_format.value.forward
+
+    @property
+    def backward_dtype(self) -> np.dtype:
+        return self.fp8_format.value.backward
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """Scales from the amaxes of earlier steps: one pass over a tensor, at the price of a state.
+
+    Args:
+      margin: the scale is divided by 2**margin.
+      fp8_format: formats of the forward and the backward pass.
+      amax_history_len: steps remembered.
+      amax_compute_algo: "max" over the history, "most_recent", or a function f32[H] -> f32[] (newest first).
+      scaling_factor_compute_algo: None, or a function (amax f32[], scale f32[], fp8_max, recipe) -> f32[].
+      reduce_amax: one amax for all shards of a tensor; False is not possible under pjit, where a tensor is one.
+      fp8_dpa, fp8_mha: FP8 attention; not available yet, True raises.
+      fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
+    """
+
+    margin: float = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 16
+    amax_compute_algo: str | Callable = "max"
+    scaling_factor_compute_algo: Callable | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+
+    stateful: ClassVar[bool] = True
+
+    def __post_init__(self):
+        self._check_common()
+        number = isinstance(self.margin, int | float) and not isinstance(self.margin, bool)
+        _check(self, "margin", number and abs(self.margin) < 64, "a number of binades between -64 and 64")
+        length = self.amax_history_len
+        _check(self, "amax_history_len", isinstance(length, int) and 1 <= length <= 65536, "an int from 1 to 65536")
+        algo = self.amax_compute_algo
+        _check(self, "amax_compute_algo", algo in ("max", "most_recent") or callable(algo),
+               "'max', 'most_recent' or a function")  # fmt: skip
+        factor = self.scaling_factor_compute_algo
+        _check(self, "scaling_factor_compute_algo", factor is None or callable(factor), "None or a function")
+        _check(self, "reduce_amax", self.reduce_amax is True, "True (a sharded tensor has one amax)")
+        _check(self, "fp8_dpa", self.fp8_dpa is False, "False (FP8 attention is not available yet)")
+        _check(self, "fp8_mha", self.fp8_mha is False, "False (FP8 attention is not available yet)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """Scales from the tensor itself: no state, one more pass to find its amax.
+
+    Args:
+      fp8_format: formats of the forward and the backward pass.
+      use_power_2_scales: round scales down to powers of two.
+      amax_epsilon: amaxes below it count as it.
+      fp8_dpa: FP8 attention; not available yet, True raises.
+      fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    use_power_2_scales: bool = False
+    amax_epsilon: float = 0.0
+    fp8_dpa: bool = False
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+
+    stateful: ClassVar[bool] = False
+
+    def __post_init__(self):
+        self._check_common()
+        _check(self, "use_power_2_scales", isinstance(self.use_power_2_scales, bool), "a bool")
+        number = isinstance(self.amax_epsilon, int | float) and not isinstance(self.amax_epsilon, bool)
+        _check(self, "amax_epsilon", number and 0 <= self.amax_epsilon < np.inf, "a finite number >= 0")
+        _check(self, "fp8_dpa", self.fp8_dpa is False, "False (FP8 attention is not available yet)")
+
+
+# --- From amax to scale --------------------------------------------------------------------------------------------
+
+# The scale stays a normal f32, and so does its reciprocal, which GEMMs multiply by.
+_LARGEST_SCALE = 2.0**126
+
+
+def scale_from_amax(amax: jax.Array, old_scale: jax.Array, dtype, *, margin: float = 0) -> jax.Array:
+    """(fp8_max / amax) / 2**margin as f32[], kept finite; the old scale where amax is 0 or not finite."""
+    fp8_max = float(jnp.finfo(dtype).max)
+    scale = (jnp.float32(fp8_max) / amax) / jnp.float32(2.0**margin)
+    scale = jnp.clip(scale, 1 / _LARGEST_SCALE, _LARGEST_SCALE)
+    return jnp.where((amax > 0) & jnp.isfinite(amax), scale, old_scale)
+
+
+def current_scale(recipe: Float8CurrentScaling, amax: jax.Array, dtype) -> jax.Array:
+    """The scale f32[] of a tensor with this amax f32[]; 1 where amax is 0 or not finite."""
+    amax = jnp.where(jnp.isfinite(amax), jnp.maximum(amax, jnp.float32(recipe.amax_epsilon)), amax)
+    scale = scale_from_amax(amax, jnp.ones_like(amax), dtype)
+    if recipe.use_power_2_scales:
+        bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
+        scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return scale
+
+
+def delayed_scale(recipe: DelayedScaling, history: jax.Array, old_scale: jax.Array, dtype) -> jax.Array:
+    """The next scale f32[] from the amax history f32[H], this step's amax in slot 0."""
+    algo = recipe.amax_compute_algo
+    amax = algo(history) if callable(algo) else jnp.max(history) if algo == "max" else history[0]
+    if recipe.scaling_factor_compute_algo is not None:
+        fp8_max = jnp.float32(jnp.finfo(dtype).max)
+        scale = jnp.asarray(recipe.scaling_factor_compute_algo(amax, old_scale, fp8_max, recipe), jnp.float32)
+        usable = (amax > 0) & jnp.isfinite(amax) & (scale > 0) & jnp.isfinite(scale)
+        return jnp.where(usable, scale, old_scale)
+    return scale_from_amax(amax, old_scale, dtype, margin=recipe.margin)
