@@ -14,7 +14,6 @@ from collections import deque
 
 import jax
 import jax.numpy as jnp
-
 from gpt import options as gpt_options
 from gpt import report
 from gpt.checkpoint import Checkpoints, Interruption, has_checkpoint
@@ -89,13 +88,14 @@ def train(options: Options, name: str, data: Data, interruption: Interruption) -
 def prepare(options: Options, data: Data) -> None:
     """Makes the output folder ready. Raises UsageError rather than overwrite a run or resume a missing one."""
     folders = [options.out / name for name in options.runs]
+    begun = [str(folder) for folder in folders if has_checkpoint(folder / "checkpoints")]
     if options.resume:
         if gpt_options.saved_fingerprint(options) != data.fingerprint:
             raise UsageError(f"--resume: the data isn't what the run in {options.out} began with")
-        if not any(has_checkpoint(folder / "checkpoints") for folder in folders):
+        if not begun:
             raise UsageError(f"--resume: {options.out} holds no checkpoint")
-    elif existing := [str(folder) for folder in folders if folder.exists()]:
-        raise UsageError(f"{' and '.join(existing)} already there: --resume continues, another --out starts afresh")
+    elif begun:
+        raise UsageError(f"{' and '.join(begun)} already there: --resume continues, another --out starts afresh")
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)

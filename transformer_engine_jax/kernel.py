@@ -157,8 +157,8 @@ class Kernel:
                 raise TypeError(f"{self.name} needs the attribute {name}")
         call = _Call(self, tuple(attributes.items()), tuple(x is None for x in operands), bool(use_references.value))
         present = align(*[jnp.asarray(x) for x in operands if x is not None])
-        results = kernel_p.bind(*present, call=call)
-        results = iter(results)
+        call.axes(present)  # raises where a rank contradicts the rule
+        results = iter(kernel_p.bind(*present, call=call))
         full = [None if r is None else next(results) for r in call.result_shapes(present)]
         return self.result_type(*full) if self.result_type else full[0]
 
@@ -470,6 +470,18 @@ def align(*args):
     return jax.tree.map(vary, args)
 
 
+@jax.tree_util.register_static
+class _Shardings(tuple):
+    """Shardings of an op's arguments, None where one is not an array, as a static residual."""
+
+
+def _resharded(cotangent, sharding):
+    """The cotangent as its argument is sharded: a kernel's gradient under FSDP comes out whole. Explicit axes only."""
+    if cotangent is None or sharding is None or jax.typeof(cotangent).sharding == sharding:
+        return cotangent
+    return jax.sharding.reshard(cotangent, sharding)
+
+
 def differentiable(forward: Callable, backward: Callable) -> Callable:
     """An op from its two passes: ``op(static, *args)``.
 
@@ -486,7 +498,15 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
     def op(static, *args):
         return forward(static, *args)[0]
 
-    op.defvjp(forward, backward)
+    def op_forward(static, *args):
+        out, residuals = forward(static, *args)
+        return out, (residuals, _Shardings(tuple(jax.typeof(x).sharding if _is_array(x) else None for x in args)))
+
+    def op_backward(static, saved, cotangent):
+        residuals, shardings = saved
+        return tuple(map(_resharded, backward(static, residuals, cotangent), shardings))
+
+    op.defvjp(op_forward, op_backward)
 
     @functools.wraps(forward)
     def aligned(static, *args):

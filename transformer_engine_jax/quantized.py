@@ -1,7 +1,7 @@
 """Quantized tensors, the state that follows them through training, and the rule that updates it.
 
 The state's new value leaves a step as its "gradient". Ops only report the amax they observed, as the cotangent of
-Quantizer.observed; `attach`, an identity placed where a module reads its state, turns the sum of the reports into
+Quantizer.observed; `attach`, an identity placed where the state enters the step, turns the sum of the reports into
 the next state. So a module used twice, scanned, vmapped or summed over microbatches updates its state once.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import set_current_trace
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.kernel import differentiable
@@ -35,16 +36,35 @@ class QuantizerState:
 
     scale: jax.Array  # f32[] multiply by this before the cast
     amax_history: jax.Array  # f32[H] newest first, behind the slot that the coming step fills
+    uses: jax.Array  # f32[] how many updated states were added up here; 1 unless `attach` could not prevent it
 
     @classmethod
     def create(cls, recipe: DelayedScaling) -> QuantizerState:
-        return cls(jnp.ones((), jnp.float32), jnp.zeros((recipe.amax_history_len,), jnp.float32))
+        history = jnp.zeros((recipe.amax_history_len,), jnp.float32)
+        return cls(jnp.ones((), jnp.float32), history, jnp.ones((), jnp.float32))
 
 
 def update(state: QuantizerState, amax: jax.Array, recipe: DelayedScaling, dtype) -> QuantizerState:
     """The state after a step that observed this amax f32[]; 0 says that nothing usable was observed."""
     history = state.amax_history.at[0].set(jnp.where(jnp.isfinite(amax), amax, 0.0))
-    return QuantizerState(delayed_scale(recipe, history, state.scale, dtype), jnp.roll(history, 1))
+    scale = delayed_scale(recipe, history, state.scale, dtype)
+    return QuantizerState(scale, jnp.roll(history, 1), jnp.ones_like(scale))
+
+
+def mend(state: QuantizerState, recipe: DelayedScaling, dtype) -> QuantizerState:
+    """The state to start a step from: itself, unless it is a sum of states, or of none.
+
+    In a sum of n updated states of one step all but the newest amax are n times what they were; the newest ones add
+    up to at most n times their maximum, which is kept: an amax may be too large, never too small. A state that no
+    output depended on comes back as zeros, and starts anew.
+    """
+    n = jnp.maximum(state.uses, 1.0)
+    newest = 1 % recipe.amax_history_len
+    history = (state.amax_history / n).at[newest].set(state.amax_history[newest])
+    usable = (state.scale > 0) & jnp.isfinite(state.scale)
+    last = jnp.where(usable, state.scale / n, 1.0)
+    scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(history, -1), last, dtype), last)
+    return QuantizerState(scale, history, jnp.ones_like(scale))
 
 
 # --- How observed amaxes add up --------------------------------------------------------------------------------------
@@ -106,13 +126,8 @@ class GemmQuantizers(NamedTuple):
     grad: Any
 
 
-def _usable(scale: jax.Array) -> jax.Array:
-    # A state that a step did not touch comes back as a zero gradient; 1 is where every state starts.
-    return jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1.0)
-
-
 def _attach_forward(spec: QuantizerSpec, state: QuantizerState):
-    state = dataclasses.replace(state, scale=_usable(state.scale))
+    state = mend(state, spec.recipe, spec.dtype)
     return (state.scale, jnp.zeros((_BINS,), jnp.float32)), state
 
 
@@ -121,6 +136,26 @@ def _attach_backward(spec: QuantizerSpec, state: QuantizerState, cotangent):
 
 
 _attach = differentiable(_attach_forward, _attach_backward)
+
+def _attach_once(spec: QuantizerSpec, state: QuantizerState) -> Quantizer:
+    """_attach at the level of tracing where the state lives, and once there.
+
+    Attaching inside the body of a scan, or in each of two calls of one model, would add up updated states, and
+    double the scale, where adding up the reports is what is wanted.
+    """
+    leaf = state.scale
+    if not isinstance(leaf, jax.core.Tracer) or jax.sharding.get_abstract_mesh().manual_axes:
+        return Quantizer(*_attach(spec, state), spec)
+    # Remembered on the trace itself, and so gone with it.
+    trace = leaf._trace
+    owner = trace if hasattr(trace, "__dict__") else getattr(trace, "frame", None)
+    attached = owner.__dict__.setdefault("_te_attached", {}) if hasattr(owner, "__dict__") else {}
+    key = (spec, id(leaf), id(state.amax_history))
+    if key not in attached:
+        with set_current_trace(trace):
+            quantizer = Quantizer(*_attach(spec, state), spec)
+        attached[key] = (state, quantizer)  # the state too, lest an id be used again
+    return attached[key][1]
 
 
 def quantizer_spec(*, backward: bool = False) -> QuantizerSpec:
@@ -148,7 +183,7 @@ def attach(state: QuantizerState | None, spec: QuantizerSpec) -> Quantizer:
             f"amax_history_len), got {jnp.shape(state.scale)} and {jnp.shape(state.amax_history)}; "
             "initialise the state under the recipe that it is used with"
         )
-    return Quantizer(*_attach(spec, state), spec)
+    return _attach_once(spec, state)
 
 
 def _keep_forward(_, y, states):

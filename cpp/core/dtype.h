@@ -1,6 +1,6 @@
 // The floating-point formats on the host, and the one definition of the FP8 cast.
 //
-// Cast: f32 values below the smallest normal count as (signed) zero, so results do not depend on the
+// Cast: values and scales below the smallest normal f32 count as (signed) zero, so results do not depend on the
 // processor's denormal mode; round to nearest even; saturate to +-max, infinities too; NaN becomes 0x7f.
 #pragma once
 

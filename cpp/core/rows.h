@@ -37,7 +37,7 @@ TE_SIMD uint32_t cast_row(const T* x, float scale, uint8_t* q, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float value = to_float(x[i]);
     amax = std::max(amax, bits_of(value) & 0x7fffffffu);
-    q[i] = fp8_from_float<F8>(flush(value) * scale);
+    q[i] = fp8_from_float<F8>(flush(value) * flush(scale));
   }
   return flush_bits(amax);
 }

@@ -83,12 +83,12 @@ struct TransposedTile {
   static_assert(kRows % 16 == 0 && kCols % 8 == 0 && kCols * kWords % 32 == 0);
   uint32_t words[kCols * kWords];
 
-  __device__ __forceinline__ static int flip(int col) { return col / 8 % 16 * 2; }
-  __device__ __forceinline__ void put(int col, int word, uint32_t bytes) {
+  __device__ __forceinline__ static unsigned flip(unsigned col) { return col / 8 % 16 * 2; }
+  __device__ __forceinline__ void put(unsigned col, unsigned word, uint32_t bytes) {
     words[(col * kWords + word) ^ flip(col)] = bytes;
   }
   // Rows 16 s .. 16 s + 15 of a column.
-  __device__ __forceinline__ uint4 get(int col, int s) const {
+  __device__ __forceinline__ uint4 get(unsigned col, unsigned s) const {
     const uint4 q = reinterpret_cast<const uint4*>(words)[(col * kSixteens + s) ^ flip(col) / 4];
     return flip(col) & 2 ? make_uint4(q.z, q.w, q.x, q.y) : q;
   }
@@ -103,24 +103,34 @@ struct TransposedTile {
     }
   }
   // Stores the tile, whose first value is column col0, row row0 of y_t[cols, rows].
-  template <int kThreads>
+  template <unsigned kThreads>
   __device__ __forceinline__ void store(uint8_t* y_t, int64_t col0, int64_t row0, int64_t cols, int64_t rows,
                                         bool vector) const {
+    constexpr unsigned kColsATurn = kThreads / kSixteens;
+    static_assert(kThreads % kSixteens == 0 && kCols % kColsATurn == 0);
+    const unsigned s = threadIdx.x % kSixteens, first = threadIdx.x / kSixteens;
+    const int64_t row = row0 + s * 16;
+    if (row >= rows) return;
+    uint8_t* p = y_t + (col0 + first) * rows + row;
 #pragma unroll
-    for (int u = threadIdx.x; u < kCols * kSixteens; u += kThreads) {
-      const int64_t col = col0 + u / kSixteens, row = row0 + u % kSixteens * 16;
-      if (col >= cols || row >= rows) continue;
-      const uint4 q = get(u / kSixteens, u % kSixteens);
-      uint8_t* p = y_t + col * rows + row;
+    for (unsigned turn = 0; turn < kCols / kColsATurn; ++turn, p += kColsATurn * rows) {
+      const unsigned col = first + turn * kColsATurn;
+      if (col0 + col >= cols) return;
+      const uint4 q = get(col, s);
       if (vector) {
         *reinterpret_cast<uint4*>(p) = q;
       } else {
-        const uint32_t bytes[4] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          if (row + i < rows) p[i] = static_cast<uint8_t>(bytes[i / 4] >> (i % 4 * 8));
-        }
+        store_bytes(p, q, rows - row);
       }
+    }
+  }
+
+ private:
+  __device__ __noinline__ static void store_bytes(uint8_t* p, uint4 q, int64_t n) {
+    const uint32_t bytes[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (i < n) p[i] = static_cast<uint8_t>(bytes[i / 4] >> (i % 4 * 8));
     }
   }
 };

@@ -19,10 +19,7 @@
 namespace te {
 namespace {
 
-#ifndef TE_KU
-#define TE_KU 256
-#endif
-constexpr int64_t kUnits = TE_KU;                 // of a block of k: 32 KiB of b for a tile 32 wide
+constexpr int64_t kUnits = 256;                 // of a block of k: 32 KiB of b for a tile 32 wide
 constexpr int64_t kRows = 128, kColumns = 192;  // of a task's block of d: 96 KiB of sums
 constexpr int64_t kSerial = 1 << 19;            // multiply-adds below which waking a thread costs more
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import jax
 
+SIZES = ("layers", "hidden", "heads", "mlp", "seq", "batch", "steps")
 PRECISIONS = ("bf16", "f32", "delayed", "current")
 FP8 = ("delayed", "current")
 RESUMABLE = {"steps", "mesh", "checkpoint_every", "out", "resume"}  # what may differ when a run is resumed
 
-# Sized so that both runs of a comparison take about four minutes on two CPU cores, or on one H200.
+# Sized so that both runs of a comparison take a few minutes on two CPU cores, or on one H200.
 DEFAULTS = {
-    "cpu": dict(layers=2, hidden=256, heads=4, seq=128, batch=16, steps=400, lr=3e-3, eval_batches=16),
+    "cpu": dict(layers=2, hidden=192, heads=6, seq=128, batch=8, steps=800, lr=3e-3, eval_batches=96),
     "gpu": dict(layers=8, hidden=1024, heads=16, seq=1024, batch=32, steps=1500, lr=6e-4, eval_batches=16),
 }
 
@@ -100,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--recipe", choices=PRECISIONS, help="train in this precision only; without it, compare")
     add("--compare", action="store_true", help="train the baseline as well as the FP8 --recipe (default: delayed)")
-    add("--data", metavar="PATH", help="file or folder of text (default: Python's standard library)")
-    for name in ("layers", "hidden", "heads", "mlp", "seq", "steps", "batch", "warmup"):
+    add("--data", type=os.path.abspath, metavar="PATH", help="file or folder (default: Python's standard library)")
+    for name in (*SIZES, "warmup"):
         add(f"--{name}", type=int, metavar="N")
     add("--lr", type=float, help="peak learning rate")
     add("--seed", type=int, metavar="N")
@@ -159,7 +160,7 @@ def _complete(values: dict) -> Options:
         "mlp": 4 * values["hidden"],
         "warmup": min(steps // 10, 200),
         "seed": 0,
-        "eval_every": max(1, steps // 10),
+        "eval_every": max(1, steps // 4),
         "checkpoint_every": max(1, steps // 4),
         "out": Path("runs") / time.strftime("gpt-%Y%m%d-%H%M%S"),
         "resume": False,
@@ -169,19 +170,17 @@ def _complete(values: dict) -> Options:
 
 
 def _check(options: Options) -> None:
-    for name in ("layers", "hidden", "heads", "mlp", "seq", "steps", "batch", "eval_every", "eval_batches"):
+    for name in (*SIZES, "eval_every", "eval_batches", "checkpoint_every"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
-    if options.checkpoint_every < 1:
-        raise UsageError(f"--checkpoint-every must be at least 1, got {options.checkpoint_every}")
     if not 0 < options.lr < float("inf"):
         raise UsageError(f"--lr must be positive, got {options.lr}")
     if not 0 <= options.warmup <= options.steps:
         raise UsageError(f"--warmup must be between 0 and --steps {options.steps}, got {options.warmup}")
-    if options.seed < 0:
-        raise UsageError(f"--seed must not be negative, got {options.seed}")
+    if not 0 <= options.seed < 2**32:
+        raise UsageError(f"--seed must be between 0 and 2**32 - 1, got {options.seed}")
     if options.compare and options.recipe not in (None, *FP8):
-        raise UsageError(f"--compare sets an FP8 recipe ({' or '.join(FP8)}) against the baseline, got {options.recipe}")
+        raise UsageError(f"--compare needs an FP8 recipe, {' or '.join(FP8)}, or none; got {options.recipe}")
     if options.hidden % options.heads or options.hidden // options.heads % 2:
         raise UsageError(f"--hidden {options.hidden} over --heads {options.heads}: a head needs an even, whole size")
     data, model = options.mesh

@@ -4,18 +4,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend is chosen first)
-
-from .data import Data  # noqa: E402
-from .options import Options  # noqa: E402
-from .record import Record  # noqa: E402
+from .data import Data
+from .options import Options
+from .record import Record
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -81,13 +78,15 @@ def _print_table(records: list[Record], unigram_entropy: float) -> None:
 
 def _draw(records: list[Record], unigram_entropy: float, path: Path) -> None:
     """Loss curves of all runs: training faint and smoothed, validation as marks."""
+    plt.switch_backend("Agg")  # needs no display
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for record, colour, dashes in zip(records, ("tab:blue", "tab:orange"), ("-", "--"), strict=False):
         steps, losses = np.array(sorted(record.losses.items())).T
         axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=0.8)
         axes.plot(steps, _smooth(losses), dashes, color=colour, linewidth=1.6, label=f"{record.name} train")
         if record.validation:
-            axes.plot(*zip(*sorted(record.validation.items()), strict=True), "o", color=colour, label=f"{record.name} validation")
+            steps, losses = np.array(sorted(record.validation.items())).T
+            axes.plot(steps, losses, "o", color=colour, label=f"{record.name} validation")
     axes.axhline(unigram_entropy, color="grey", linestyle=":", label="unigram entropy")
     axes.set(xlabel="step", ylabel="loss, nats per byte", title="Byte-level GPT")
     axes.grid(alpha=0.3)

@@ -41,8 +41,8 @@ def make_mesh(data: int, model: int) -> Mesh:
 
 
 def adamw(lr: float, warmup: int, steps: int) -> optax.GradientTransformation:
-    """AdamW: linear warm-up, cosine to a tenth of `lr`, clipped gradients; vectors aren't decayed."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup + 1), end_value=0.1 * lr)
+    """AdamW: linear warm-up, cosine to nothing, clipped gradients; vectors aren't decayed."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, max(steps, warmup + 1), end_value=0.0)
     return optax.chain(
         optax.clip_by_global_norm(CLIP_NORM),
         optax.adamw(

@@ -1,5 +1,6 @@
 """The main job as a user runs it: it learns, resumes bit for bit, stops politely, shards, and explains mistakes."""
 
+import functools
 import json
 import os
 import re
@@ -40,6 +41,24 @@ def text(tmp_path_factory) -> Path:
 def train(text, tmp_path):
     """train("--steps", 8): runs main() on the tiny model; results go to tmp_path/out unless --out is given."""
     return lambda *args: train_gpt.main([*TINY, "--data", str(text), "--out", str(tmp_path / "out"), *map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """finished(recipe): the folder of a run of 6 steps with a checkpoint halfway. Not to be written to."""
+
+    @functools.cache
+    def run(recipe):
+        out = tmp_path_factory.mktemp(recipe)
+        length = ("--steps", "6", "--checkpoint-every", "3")
+        assert train_gpt.main([*TINY, *length, "--data", str(text), "--out", str(out), "--recipe", recipe]) == 0
+        return out
+
+    return run
+
+
+def final_state(run: Path) -> dict:
+    return ocp.StandardCheckpointer().restore(run.absolute() / "checkpoints" / "6" / "default")
 
 
 def losses(run: Path, kind: str = "loss") -> dict[int, float]:
@@ -83,10 +102,9 @@ def test_bf16(train, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["f32", "delayed", "current"])
-def test_resumed_run_equals_uninterrupted(train, tmp_path, recipe):
-    whole, resumed = tmp_path / "out", tmp_path / "resumed"
-    assert train("--steps", 6, "--checkpoint-every", 3, "--recipe", recipe) == 0
-    shutil.copytree(whole, resumed)
+def test_resumed_run_equals_uninterrupted(finished, tmp_path, recipe):
+    whole, resumed = finished(recipe), tmp_path
+    shutil.copytree(whole, resumed, dirs_exist_ok=True)
     shutil.rmtree(resumed / recipe / "checkpoints" / "6")
     assert train_gpt.main(["--out", str(resumed), "--resume"]) == 0
     tolerance = 0 if jax.default_backend() == "cpu" else 1e-2  # a GPU's GEMMs may sum in another order each time
@@ -94,20 +112,15 @@ def test_resumed_run_equals_uninterrupted(train, tmp_path, recipe):
         a, b = losses(whole / recipe, kind), losses(resumed / recipe, kind)
         assert list(a) == list(b)
         np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=tolerance, atol=0)
-    states = [
-        jax.tree.leaves(ocp.StandardCheckpointer().restore(folder.absolute() / recipe / "checkpoints" / "6" / "default"))
-        for folder in (whole, resumed)
-    ]
+    states = [jax.tree.leaves(final_state(out / recipe)) for out in (whole, resumed)]
     for a, b in zip(*states, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
-def test_checkpoint_holds_fp8_state(train, tmp_path):
-    assert train("--steps", 2, "--recipe", "delayed") == 0
-    folder = tmp_path / "out" / "delayed" / "checkpoints" / "2" / "default"
-    state = ocp.StandardCheckpointer().restore(folder)
-    scales = jax.tree.leaves(state["variables"]["_overwrite_with_gradient"])
-    assert scales and not all((np.asarray(leaf) == 1).all() or (np.asarray(leaf) == 0).all() for leaf in scales)
+def test_checkpoint_holds_fp8_state(finished):
+    state = final_state(finished("delayed") / "delayed")["variables"]["_overwrite_with_gradient"]
+    scales = [np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state) if "scale" in str(path)]
+    assert scales and all(scale != 1 for scale in scales), "each quantizer has left its initial scale"
 
 
 def test_mesh_gives_the_curve_of_one_device(text, tmp_path):
@@ -182,7 +195,7 @@ MISTAKES = {
     "mesh over batch": ("--mesh data=3", "data=3 must divide --batch 8"),
     "mesh over heads": ("--mesh model=4", "model=4 must divide --heads 2"),
     "mesh of too many": ("--batch 4096 --mesh data=4096", "needs 4096 devices"),
-    "compare what": ("--compare --recipe f32", "--compare sets an FP8 recipe"),
+    "compare what": ("--compare --recipe f32", "--compare needs an FP8 recipe"),
     "out is a file": ("--out {text}", "Not a directory"),
     "out below a file": ("--out {text}/run", "Not a directory"),
     "resume without out": ("--resume", "holds no run"),
@@ -199,23 +212,27 @@ def test_mistake_is_one_clear_line(train, text, tmp_path, capsys, args, message)
     assert err.startswith("train_gpt: error: ") and err.count("\n") == 1
 
 
-def test_mistakes_about_earlier_runs(train, text, tmp_path, capsys):
-    assert train("--steps", 2, "--recipe", "f32") == 0
-    capsys.readouterr()
+def test_mistakes_about_earlier_runs(finished, text, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(finished("f32"), out)
+    other_text = tmp_path / "text"
+    other_text.write_text(text.read_text().swapcase())
+    options = json.loads((out / "options.json").read_text())
     cases = [
-        (["--steps", 2, "--recipe", "f32"], "already there"),
+        ([*TINY, "--data", text, "--recipe", "f32"], "already there"),
         (["--resume", "--hidden", 64], "has --hidden 32, not 64"),
         (["--resume", "--recipe", "delayed"], "has --recipe f32, not delayed"),
+        (["--resume", "--data", other_text], f"has --data {text}, not {other_text}"),
     ]
     for args, message in cases:
-        assert train(*args) == 2
+        assert train_gpt.main(["--out", str(out), *map(str, args)]) == 2
         assert message in capsys.readouterr().err
-    text.write_text(text.read_text().swapcase())
-    assert train("--resume") == 2
+    (out / "options.json").write_text(json.dumps(options | {"data": str(other_text)}))
+    assert train_gpt.main(["--out", str(out), "--resume"]) == 2
     assert "the data isn't what the run" in capsys.readouterr().err
-    text.write_text(text.read_text().swapcase())
-    shutil.rmtree(tmp_path / "out" / "f32" / "checkpoints")
-    assert train("--resume") == 2
+    (out / "options.json").write_text(json.dumps(options))
+    shutil.rmtree(out / "f32" / "checkpoints")
+    assert train_gpt.main(["--out", str(out), "--resume"]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
 
 

@@ -4,7 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stored import E4M3, E5M2, EPS, assert_amax, assert_fp8, assert_rounded, assert_transposed, relative_l2, wide
+from jax.sharding import PartitionSpec as P
+from stored import (
+    ABSENT,
+    E4M3,
+    E5M2,
+    EPS,
+    assert_amax,
+    assert_fp8,
+    assert_rounded,
+    assert_same,
+    assert_transposed,
+    call_handler,
+    wide,
+)
 
 from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.layernorm import (
@@ -15,10 +28,11 @@ from transformer_engine_jax.ops.layernorm import (
     rmsnorm_bwd,
     rmsnorm_fwd,
 )
+from transformer_engine_jax.testing import check_kernel, check_op, epsilon, relative_error
 
 EPSILON = 1e-5
 SHAPES = [(1, 1), (5, 7), (3, 1000), (130, 100), (2, 3, 33), (300, 1000), (17,)]
-DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16]
+F32, F16, BF16 = DTYPES = jnp.float32, jnp.float16, jnp.bfloat16
 
 
 @pytest.fixture(params=["handler", "reference"])
@@ -36,7 +50,12 @@ def inputs(shape, dtype=jnp.float32, gamma_dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.normal(0.5, 2.0, shape)
     gamma, beta, dy = rng.normal(1.0, 0.5, shape[-1:]), rng.normal(0.0, 0.5, shape[-1:]), rng.normal(size=shape)
-    return jnp.asarray(x, dtype), jnp.asarray(gamma, gamma_dtype), jnp.asarray(beta, gamma_dtype), jnp.asarray(dy, dtype)
+    return (
+        jnp.asarray(x, dtype),
+        jnp.asarray(gamma, gamma_dtype),
+        jnp.asarray(beta, gamma_dtype),
+        jnp.asarray(dy, dtype),
+    )
 
 
 def exact_norm(x, gamma, beta, centred, zero_centered=False):
@@ -55,9 +74,8 @@ def forward(centred, x, gamma, beta, scale=None, **options):
     return layernorm_fwd(x, gamma, beta, scale, **options) if centred else rmsnorm_fwd(x, gamma, scale, **options)
 
 
-def plain(centred, x, gamma, beta, zero_centered=False):
+def plain(centred, x, gamma, beta=None, zero_centered=False):
     """The formula as anyone would write it, for jax.grad."""
-    x, gamma, beta = (a.astype(jnp.float32) for a in (x, gamma, beta))
     gamma = gamma + 1 if zero_centered else gamma
     if centred:
         x = x - x.mean(-1, keepdims=True)
@@ -65,13 +83,12 @@ def plain(centred, x, gamma, beta, zero_centered=False):
     return y + beta if centred else y
 
 
-def op(centred, x, gamma, beta, zero_centered=False):
+def op(centred, x, gamma, beta=None, zero_centered=False):
     options = {"epsilon": EPSILON, "zero_centered_gamma": zero_centered}
     return layernorm(x, gamma, beta, **options) if centred else rmsnorm(x, gamma, **options)
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, zero_centered", [(d, False) for d in DTYPES] + [(F32, True)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_value(implementation, centred, shape, dtype, zero_centered):
     x, gamma, beta, _ = inputs(shape, dtype)
@@ -86,8 +103,7 @@ def test_value(implementation, centred, shape, dtype, zero_centered):
     assert float(out.amax) == np.abs(wide(out.y)).max()
 
 
-@pytest.mark.parametrize("fp8", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, fp8", [(F32, E4M3), (BF16, E5M2), (F16, E4M3)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8_result(implementation, centred, shape, dtype, fp8):
     x, gamma, beta, _ = inputs(shape, dtype)
@@ -101,16 +117,45 @@ def test_fp8_result(implementation, centred, shape, dtype, fp8):
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("dtype, gamma_dtype", [(d, g) for d in DTYPES for g in (jnp.float32, d)])
-@pytest.mark.parametrize("shape", [(5, 7), (3, 1000), (130, 100), (2, 3, 33), (17,)])
-def test_gradients(implementation, centred, shape, dtype, gamma_dtype, zero_centered):
-    x, gamma, beta, dy = inputs(shape, dtype, gamma_dtype)
-    got = jax.vjp(lambda *a: op(centred, *a, zero_centered), x, gamma, beta)[1](dy)
-    expected = jax.vjp(lambda *a: plain(centred, *a, zero_centered), x, gamma, beta)[1](dy.astype(jnp.float32))
-    for g, e, a in zip(got, expected, (x, gamma, beta)):
-        assert g.dtype == a.dtype and g.shape == a.shape
-        # Both are rounded once to their dtype; for f32, 64 ulps for the order of two chained reductions.
-        assert relative_l2(g, e) <= (64 * EPS if g.dtype == jnp.float32 else float(jnp.finfo(g.dtype).eps))
+@pytest.mark.parametrize("dtype, gamma_dtype", [(F32, F32), (F16, F32), (BF16, BF16), (F32, BF16)])
+@pytest.mark.parametrize("shape", [(2, 3, 33), (130, 1000)])
+def test_op(implementation, centred, shape, dtype, gamma_dtype, zero_centered):
+    x, gamma, beta, _ = inputs(shape, dtype, gamma_dtype)
+    # Each result is rounded once to its dtype; 64 roundings of f32 for the order of two chained sums.
+    bound = max(2 * max(epsilon(dtype), epsilon(gamma_dtype)), 64 * epsilon(F32))
+    check_op(
+        lambda *args: op(centred, *args, zero_centered=zero_centered),
+        lambda *args: plain(centred, *args, zero_centered=zero_centered),
+        (x, gamma, beta) if centred else (x, gamma),
+        value_bound=bound,
+        gradient_bound=bound,
+        key=jax.random.key(0),
+    )
+
+
+@pytest.mark.parametrize("fp8", [None, E4M3])
+def test_kernels_agree_with_their_references(centred, fp8):
+    x, gamma, beta, dy = inputs((8, 5, 100))
+    rows = [P("data")]
+    parameters = [gamma, beta] if centred else [gamma]
+    replicated = [P()] * len(parameters)
+    scale = None if fp8 is None else jnp.float32(37)
+    check_kernel(
+        layernorm_fwd if centred else rmsnorm_fwd,
+        [x, *parameters, scale],
+        {"epsilon": EPSILON, "dtype": fp8, "y_t": fp8 is not None, "amax": True},
+        assert_same,
+        specs=[*rows, *replicated, P()],
+    )
+    statistics = [s for s in exact_norm(x, gamma, beta, centred)[1:3] if s.any()]
+    statistics = [jnp.asarray(s, F32) for s in statistics]
+    check_kernel(
+        layernorm_bwd if centred else rmsnorm_bwd,
+        [dy, x, gamma, *statistics],
+        {},
+        assert_same,
+        specs=[P("data", None, "model"), P("data"), P(), *[P("data")] * len(statistics)],
+    )
 
 
 def test_gradient_of_rows_far_from_zero(implementation):
@@ -118,14 +163,14 @@ def test_gradient_of_rows_far_from_zero(implementation):
     x, gamma, beta, dy = inputs((4, 256))
     far = x + 4096.0
     y, _, _, _ = exact_norm(far, gamma, beta, True)
-    assert relative_l2(layernorm(far, gamma, beta, epsilon=EPSILON), y) < 1e-3
+    assert relative_error(layernorm(far, gamma, beta, epsilon=EPSILON), y) < 1e-3
     x64 = wide(far)
     centred = x64 - x64.mean(-1, keepdims=True)
     rstd = 1 / np.sqrt(np.square(centred).mean(-1, keepdims=True) + EPSILON)
     xhat, wdy = centred * rstd, wide(dy) * wide(gamma)
     dx = rstd * (wdy - wdy.mean(-1, keepdims=True) - xhat * (wdy * xhat).mean(-1, keepdims=True))
     got = jax.vjp(lambda x: layernorm(x, gamma, beta, epsilon=EPSILON), far)[1](dy)[0]
-    assert relative_l2(got, dx) < 1e-3
+    assert relative_error(got, dx) < 1e-3
 
 
 def test_parameter_sums_over_many_blocks_of_rows(centred):
@@ -147,8 +192,8 @@ def test_zero_rows(implementation, centred, shape):
     x, gamma, beta, dy = inputs(shape)
     out = forward(centred, x, gamma, beta, jnp.float32(1), dtype=E4M3, y_t=True, amax=True)
     assert out.y.shape == shape and out.y_t.shape == (8, *shape[:-1]) and float(out.amax) == 0
-    dx, dgamma, dbeta = jax.vjp(lambda *a: op(centred, *a), x, gamma, beta)[1](dy)
-    assert dx.shape == shape and not dgamma.any() and not dbeta.any()
+    dx, *parameters = jax.vjp(lambda *a: op(centred, *a), x, gamma, beta)[1](dy)
+    assert dx.shape == shape and not any(d.any() for d in parameters)
 
 
 def test_nan_stays_in_its_row_and_shows_in_amax(implementation, centred):
@@ -175,16 +220,6 @@ def test_result_dtype_may_differ_from_the_input(implementation, centred, result)
     assert_rounded(out.y, y, magnitude, ulps=16)
 
 
-def test_jit_vmap_and_vmap_of_grad(implementation, centred):
-    x, gamma, beta, dy = inputs((4, 6, 50))
-    f = lambda x, dy: jax.vjp(lambda *a: op(centred, *a), x, gamma, beta)[1](dy)  # noqa: E731
-    mapped = jax.jit(jax.vmap(f))(x, dy)
-    for i in range(4):
-        for got, expected in zip(mapped, f(x[i], dy[i])):
-            np.testing.assert_array_equal(got[i], expected)
-    np.testing.assert_array_equal(jax.vmap(lambda x: op(centred, x, gamma, beta))(x), op(centred, x, gamma, beta))
-
-
 @pytest.mark.parametrize(
     "message, call",
     {
@@ -202,8 +237,6 @@ def test_mistakes(message, call):
         call(jnp.ones((3, 8)), jnp.ones(8))
 
 
-F32, FP8 = jnp.float32, E4M3
-ABSENT = ((0,), F32)
 FWD = {"x": ((3, 8), F32), "gamma": ((8,), F32), "beta": ((8,), F32), "scale": ABSENT}
 FWD_OUT = {"y": ((3, 8), F32), "y_t": ABSENT, "mean": ((3,), F32), "rstd": ((3,), F32), "amax": ABSENT}
 BWD = {"dy": ((3, 8), F32), "x": ((3, 8), F32), "gamma": ((8,), F32), "mean": ((3,), F32), "rstd": ((3,), F32)}
@@ -216,13 +249,13 @@ BWD_OUT = {"dx": ((3, 8), F32), "dgamma": ((8,), F32), "dbeta": ((8,), F32)}
         ("x", ((), F32)),
         ("x", ((3, 8), jnp.int32)),
         ("gamma", ((9,), F32)),
-        ("gamma", ((8,), FP8)),
+        ("gamma", ((8,), E4M3)),
         ("beta", ((7,), F32)),
         ("scale", ((1,), F32)),
         ("scale", ((), F32)),  # then y has to be FP8
         ("y", ((3, 9), F32)),
-        ("y", ((3, 8), FP8)),
-        ("y_t", ((8, 3), FP8)),
+        ("y", ((3, 8), E4M3)),
+        ("y_t", ((8, 3), E4M3)),
         ("mean", ((2,), F32)),
         ("rstd", ((3,), jnp.bfloat16)),
         ("amax", ((1,), F32)),
@@ -247,22 +280,16 @@ def test_malformed_calls_raise(argument, wrong):
             side = ins if argument in ins else outs
             side[argument] = wrong
             with pytest.raises(Exception, match=f"te_{name.replace('layernorm', norm)}: "):
-                ffi(name.replace("layernorm", norm), ins, outs, attributes)
+                call_handler(name.replace("layernorm", norm), ins, outs, attributes)
             ran = True
     assert ran
-
-
-def ffi(name, operands, results, attributes):
-    out = [jax.ShapeDtypeStruct(*r) for r in results.values()]
-    call = jax.ffi.ffi_call(f"te_{name}", out)
-    return jax.block_until_ready(jax.jit(lambda *a: call(*a, **attributes))(*[jnp.zeros(*o) for o in operands.values()]))
 
 
 def test_wrong_attributes_or_operands_raise():
     attributes = {"epsilon": np.float32(0), "zero_centered_gamma": False}
     with pytest.raises(Exception, match="attributes"):
-        ffi("layernorm_fwd", FWD, FWD_OUT, {"epsilon": np.float32(0)})
-    with pytest.raises(Exception, match="epsilon"):
-        ffi("layernorm_fwd", FWD, FWD_OUT, {**attributes, "epsilon": 0})
-    with pytest.raises(Exception, match="[Ww]rong number of"):
-        ffi("layernorm_fwd", {"x": FWD["x"]}, FWD_OUT, attributes)
+        call_handler("layernorm_fwd", FWD, FWD_OUT, {"epsilon": np.float32(0)})
+    with pytest.raises(Exception, match="data type"):
+        call_handler("layernorm_fwd", FWD, FWD_OUT, {**attributes, "epsilon": 0})
+    with pytest.raises(Exception, match=r"[Ww]rong number of"):
+        call_handler("layernorm_fwd", {"x": FWD["x"]}, FWD_OUT, attributes)

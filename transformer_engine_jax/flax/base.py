@@ -19,8 +19,8 @@ STATE_COLLECTION = "_overwrite_with_gradient"
 
 flax.serialization.register_serialization_state(
     QuantizerState,
-    lambda state: {"scale": state.scale, "amax_history": state.amax_history},
-    lambda _, values: QuantizerState(values["scale"], values["amax_history"]),
+    lambda state: {"scale": state.scale, "amax_history": state.amax_history, "uses": state.uses},
+    lambda _, values: QuantizerState(values["scale"], values["amax_history"], values["uses"]),
     override=True,
 )
 

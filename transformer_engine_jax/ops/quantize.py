@@ -57,6 +57,11 @@ def cast(x: jax.Array, dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(code, dtype)
 
 
+def scaled_cast(x: jax.Array, scale: jax.Array, dtype) -> jax.Array:
+    """FP8 of x * scale f32[]."""
+    return cast(flush(x) * flush(scale), dtype)
+
+
 def max_abs(x: jax.Array) -> jax.Array:
     """max |x| as f32[], NaN where x holds one, 0 for an empty x."""
     bits = jax.lax.bitcast_convert_type(flush(x), jnp.uint32) & jnp.uint32(0x7FFFFFFF)
@@ -86,7 +91,7 @@ def _partial_sums(x, scale, *, colsum, k_axes, **_) -> int:
 @kernel("m* k*, - -> m* k*, k* m*, -, k*", reduce={"amax": "max", "colsum": "sum"}, workspace=_partial_sums)
 def quantize(x, scale, *, dtype, k_axes=1, q=True, q_t=False, colsum=False) -> Quantized:
     """Casts x[m.., k..] (f32, f16, bf16) to FP8 with a scale f32[]; the last `k_axes` axes are the columns."""
-    cast_x = cast(flush(x) * scale, dtype) if q or q_t else None
+    cast_x = scaled_cast(x, scale, dtype) if q or q_t else None
     return Quantized(
         cast_x if q else None,
         transpose(cast_x, k_axes) if q_t else None,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from transformer_engine_jax.ops.quantize import cast, flush, is_fp8, max_abs, transpose
+from transformer_engine_jax.ops.quantize import is_fp8, max_abs, scaled_cast, transpose
 
 
 class Stored(NamedTuple):
@@ -22,6 +22,6 @@ def store(op: str, values, scale, *, dtype, k_axes: int, transposed: bool, amax:
         raise ValueError(f"{op}: dtype: expected FP8 with a scale and f32, f16 or bf16 without, got {np.dtype(dtype)}")
     if transposed and scale is None:
         raise ValueError(f"{op}: scale: expected f32[] for a transposed copy, which only FP8 has, got None")
-    y = values.astype(dtype) if scale is None else cast(flush(values) * scale, dtype)
+    y = values.astype(dtype) if scale is None else scaled_cast(values, scale, dtype)
     measured = y if scale is None else values
     return Stored(y, transpose(y, k_axes) if transposed else None, max_abs(measured) if amax else None)

@@ -1,0 +1,144 @@
+"""The context: nesting, errors, and its place in the jit cache key."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import recipe
+from transformer_engine_jax.autocast import current
+from transformer_engine_jax.flax import STATE_COLLECTION
+from transformer_engine_jax.quantized import QuantizerState
+
+X = jax.random.normal(jax.random.key(0), (16, 32))
+
+
+def test_off_by_default_and_recipe_none_is_delayed_scaling():
+    assert current().recipe is None
+    with te.fp8_autocast():
+        assert current().recipe is None
+    with te.fp8_autocast(enabled=True):
+        assert current().recipe == recipe.DelayedScaling()
+    assert current().recipe is None
+
+
+def test_nesting():
+    outer, inner = te.MeshResource(dp_resource="data"), te.MeshResource(tp_resource="model")
+    with te.autocast(True, recipe.Float8CurrentScaling(), outer):
+        with te.autocast(False):
+            assert current().recipe is None and current().mesh_resource == outer
+        with te.autocast(True, mesh_resource=inner):
+            assert current().mesh_resource == inner
+        with te.global_shard_guard(inner):
+            assert current().mesh_resource == inner and current().recipe == recipe.Float8CurrentScaling()
+        assert current().mesh_resource == outer
+
+
+def test_the_context_closes_after_an_error():
+    with pytest.raises(RuntimeError), te.autocast(True):
+        raise RuntimeError
+    assert current().recipe is None
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(fp8_recipe="delayed"), "recipe: expected an instance"),
+        (dict(fp8_recipe=recipe.DelayedScaling), "recipe: expected an instance"),
+        (dict(mesh_resource="data"), "mesh_resource: expected a MeshResource"),
+        (dict(amax_axes=(1,)), "amax_axes: expected mesh axis names"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(TypeError, match=message), te.fp8_autocast(True, **arguments):
+        pass
+
+
+def test_mesh_resource_takes_names_only():
+    with pytest.raises(ValueError, match="MeshResource.dp_resource: expected a mesh axis name"):
+        te.MeshResource(dp_resource=0)
+
+
+def model_and_variables(r):
+    model = te_flax.DenseGeneral(features=48)
+    with te.autocast(True, r):
+        return model, model.init(jax.random.key(1), X)
+
+
+def test_a_function_jitted_outside_retraces_inside_and_the_other_way_round():
+    model, variables = model_and_variables(recipe.DelayedScaling())
+    traced = []
+
+    @jax.jit
+    def run(v, x):
+        traced.append(current().recipe)
+        return model.apply(v, x)
+
+    plain = run(variables, X)
+    with te.autocast(True):
+        fp8 = run(variables, X)
+        with te.autocast(True, recipe.Float8CurrentScaling()):
+            scaled = run(variables, X)
+    again = run(variables, X)
+    assert traced == [None, recipe.DelayedScaling(), recipe.Float8CurrentScaling()]
+    np.testing.assert_array_equal(plain, again)
+    errors = [float(jnp.linalg.norm(y - plain) / jnp.linalg.norm(plain)) for y in (fp8, scaled)]
+    assert all(0.005 < e < 0.06 for e in errors)  # quantized, by E4M3's epsilon of 2**-4
+
+
+def test_backward_traced_outside_the_context_still_runs_in_fp8():
+    model, variables = model_and_variables(recipe.DelayedScaling())
+
+    def loss(v):
+        with te.autocast(True):
+            y = model.apply(v, X)
+        return jnp.sum(y**2)
+
+    inside = jax.jit(jax.grad(loss))(variables)
+    with te.autocast(True):
+        everything = jax.jit(jax.grad(loss))(variables)
+    jax.tree.map(np.testing.assert_array_equal, inside, everything)
+    assert inside[STATE_COLLECTION]["gemm_grad"].scale != 1
+
+
+def test_calibrating_computes_in_high_precision_and_records():
+    model, variables = model_and_variables(recipe.DelayedScaling())
+
+    def step(v, x):
+        def loss(v):
+            return jnp.sum(jnp.sin(model.apply(v, x)))
+
+        return jax.value_and_grad(loss)(v)
+
+    plain, plain_gradients = jax.jit(step)(variables, X)
+    with te.fp8_autocast(enabled=False, calibrating=True):
+        value, gradients = jax.jit(step)(variables, X)
+    with te.fp8_autocast(enabled=True):
+        fp8, fp8_gradients = jax.jit(step)(variables, X)
+    assert value == plain != fp8
+    np.testing.assert_array_equal(gradients["params"]["kernel"], plain_gradients["params"]["kernel"])
+    recorded, expected = gradients[STATE_COLLECTION], fp8_gradients[STATE_COLLECTION]
+    for name in ("gemm_x", "gemm_kernel"):
+        np.testing.assert_array_equal(recorded[name].scale, expected[name].scale)
+    assert 0.9 < recorded["gemm_grad"].scale / expected["gemm_grad"].scale < 1.1
+    assert recorded["gemm_x"].scale == np.float32(448) / np.abs(X).max()
+
+
+def test_state_survives_a_step_that_does_not_use_it():
+    model, variables = model_and_variables(recipe.DelayedScaling())
+    variables[STATE_COLLECTION]["gemm_x"] = QuantizerState(jnp.float32(5), jnp.ones(16), jnp.ones(()))
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(model.apply(v, X))))
+    for context in (te.autocast(False), te.autocast(True, recipe.Float8CurrentScaling())):
+        with context:
+            state = gradient(variables)[STATE_COLLECTION]
+        jax.tree.map(np.testing.assert_array_equal, state, variables[STATE_COLLECTION])
+
+
+def test_update_collections():
+    original = {"params": {"a": 1}, "state": {"x": {"s": 1}, "y": 2}}
+    merged = te.update_collections({"state": {"x": {"s": 5}}}, original)
+    assert merged == {"params": {"a": 1}, "state": {"x": {"s": 5}, "y": 2}} and original["state"]["x"]["s"] == 1
+    with pytest.raises(TypeError, match="new: expected a mapping"):
+        te.update_collections(None, original)

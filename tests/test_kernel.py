@@ -1,0 +1,209 @@
+"""The mechanism: one declaration holds under every transformation, on every kind of mesh, and on bad input."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.kernel import HANDLERS, differentiable, kernel, kernel_p
+from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, quantize
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (8, 4, 64))
+SCALE = jnp.float32(37.0)
+
+
+def quantized(x):
+    return quantize(x, SCALE, dtype=E4M3, q_t=True)
+
+
+# --- Declarations ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rule_that_does_not_fit_the_signature_is_refused():
+    with pytest.raises(TypeError, match=r"does not name \['x', 'y'\]"):
+
+        @kernel("... -> ...")
+        def wrong(x, y) -> Any:
+            return x
+
+
+def test_reduce_of_an_unknown_result_is_refused():
+    with pytest.raises(TypeError, match=r"unknown buffers \['y'\]"):
+
+        @kernel("... -> ...", reduce={"y": "max"})
+        def wrong(x) -> Any:
+            return x
+
+
+def test_unknown_and_missing_attributes_are_named():
+    with pytest.raises(TypeError, match=r"quantize has no attribute \['colour'\]"):
+        quantize(X, SCALE, dtype=E4M3, colour=1)
+    with pytest.raises(TypeError, match="quantize needs the attribute dtype"):
+        quantize(X, SCALE)
+    with pytest.raises(TypeError, match="got 1 operands"):
+        quantize(X, dtype=E4M3)
+
+
+def test_a_rank_that_contradicts_the_rule_is_a_value_error():
+    with pytest.raises(ValueError, match="scale has 1 axes"):
+        jax.jit(lambda s: quantize(X, s, dtype=E4M3))(jnp.ones((64,)))
+
+
+# --- Transformations ---------------------------------------------------------------------------------------------------
+
+
+def test_every_transformation_gives_the_same_bytes():
+    expected = quantized(X)
+    testing.assert_same_bytes(jax.jit(quantized)(X), expected, "jit")
+    testing.assert_same_bytes(jax.jit(jax.checkpoint(quantized))(X), expected, "remat")
+    scanned = jax.lax.scan(lambda c, x: (c, quantized(x)), 0, jnp.stack([X, -X]))[1]
+    testing.assert_same_bytes(jax.tree.map(lambda x: x[0], scanned), expected, "scan")
+    testing.assert_same_bytes(jax.tree.map(lambda x: x[1], scanned), quantized(-X), "scan")
+
+
+def test_vmap_keeps_one_amax_for_each_example():
+    batch = jnp.stack([X, 2 * X, -3 * X])
+    for axis in (0, 1, 3):
+        out = jax.jit(jax.vmap(quantized, in_axes=axis))(jnp.moveaxis(batch, 0, axis))
+        for i in range(3):
+            testing.assert_same_bytes(jax.tree.map(lambda x: x[i], out), quantized(batch[i]), f"axis {axis}, {i}")
+
+
+def test_vmap_without_a_reduction_is_one_call():
+    q = quantized(X).q
+    text = str(jax.make_jaxpr(jax.vmap(lambda q: dequantize(q, SCALE, dtype=jnp.float32)))(q))
+    assert text.count("te_kernel") == 1 and "scan" not in text
+    text = str(jax.make_jaxpr(jax.vmap(quantized))(X))
+    assert "scan" in text  # an amax for each example: one call each
+
+
+def test_vmap_of_a_vmap_and_of_an_unbatched_operand():
+    both = jax.vmap(jax.vmap(lambda q: dequantize(q, SCALE, dtype=jnp.float32)))(quantized(X).q)
+    testing.assert_same_bytes(both, dequantize(quantized(X).q, SCALE, dtype=jnp.float32))
+    scales = jnp.arange(1.0, 4.0)
+    out = jax.vmap(lambda s: quantize(X, s, dtype=E4M3).q)(scales)
+    testing.assert_same_bytes(out[2], quantize(X, scales[2], dtype=E4M3).q)
+
+
+def test_a_kernel_is_not_differentiable_by_itself():
+    with pytest.raises(NotImplementedError, match="te_kernel"):
+        jax.grad(lambda x: amax(x))(X)
+
+
+# --- Meshes --------------------------------------------------------------------------------------------------------------
+
+SPECS = {
+    "rows": P("data", None, None),
+    "columns": P(None, None, "model"),
+    "rows and columns": P("data", None, "model"),
+    "two mesh axes on one": P(("data", "model"), None, None),
+    "not at all": P(),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_sharded_equals_unsharded_without_resharding(spec, explicit):
+    expected = quantize(X, SCALE, dtype=E4M3, q_t=True, colsum=True)
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
+    with testing.on_mesh(mesh):
+        x = testing.shard(mesh, X, spec)
+        run = jax.jit(lambda x: quantize(x, SCALE, dtype=E4M3, q_t=True, colsum=True))
+        got, text = run(x), run.lower(x).compile().as_text()
+    testing.assert_same_bytes(jax.device_get(got)[:3], jax.device_get(expected)[:3])
+    testing.assert_close(got.colsum, expected.colsum, 1e-5)  # f32 sums in another order
+    assert "all-gather" not in text and "all-to-all" not in text
+    assert got.q.sharding.is_equivalent_to(x.sharding, 3)
+
+
+def test_a_nan_on_one_shard_reaches_the_amax_of_all():
+    mesh = testing.mesh_of((8,), ("data",))
+    with testing.on_mesh(mesh):
+        x = testing.shard(mesh, X.at[3, 0, 0].set(jnp.nan), P("data"))
+        assert np.isnan(jax.jit(amax)(x))
+
+
+def test_inside_a_manual_shard_map():
+    mesh = testing.mesh_of((4, 2), ("data", "model"))
+    spec = P("data", None, "model")
+    for check in (True, False):
+        run = jax.shard_map(lambda x: quantize(x, SCALE, dtype=E4M3).q, mesh=mesh, in_specs=spec, out_specs=spec,
+                            check_vma=check)  # fmt: skip
+        with testing.on_mesh(mesh):
+            testing.assert_same_bytes(jax.device_get(jax.jit(run)(testing.shard(mesh, X, spec))), quantized(X).q)
+
+
+class Doubled(NamedTuple):
+    y: jax.Array
+
+
+def test_gradients_of_replicated_arguments_are_summed_in_a_manual_shard_map():
+    def forward(_, x, w):
+        return x * w, (x, w)
+
+    def backward(_, residuals, dy):
+        x, w = residuals
+        return dy * w, jnp.sum(dy * x)
+
+    product = differentiable(forward, backward)
+    mesh = testing.mesh_of((8,), ("data",))
+    loss = jax.shard_map(
+        lambda x, w: jax.lax.psum(jnp.sum(product(None, x, w)), "data"), mesh=mesh, in_specs=(P("data"), P()), out_specs=P()
+    )  # fmt: skip
+    with testing.on_mesh(mesh):
+        gradient = jax.jit(jax.grad(loss, argnums=1))(testing.shard(mesh, X, P("data")), jnp.float32(3.0))
+    testing.assert_close(gradient, jnp.sum(X), 1e-5)
+
+
+# --- Malformed calls -------------------------------------------------------------------------------------------------------
+
+
+def call(target, results, *operands, **attributes):
+    shapes = [jax.ShapeDtypeStruct(*r) for r in results]
+    return jax.ffi.ffi_call(target, shapes)(*operands, **attributes)
+
+
+Q = ((8, 4, 64), jnp.float8_e4m3fn)
+QUANTIZE = {
+    "columns beyond the rank": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X, SCALE), 9, "at least 9 axes"),
+    "a negative split": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X, SCALE), -1, "axes"),
+    "integers": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X.astype(jnp.int32), SCALE), 1, "x: expected f32, f16 or bf16"),
+    "a vector of scales": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X, jnp.ones(3)), 1, r"scale: expected f32\[\], got f32\[3\]"),
+    "a result that is too small": ([((8, 4, 63), E4M3), ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X, SCALE), 1, "q: expected 32 x 64 elements"),
+    "two formats": ([Q, ((64, 32), jnp.float8_e5m2), ((), jnp.float32), ((64,), jnp.float32)], (X, SCALE), 1, "q_t: expected f8_e4m3fn"),
+    "column sums in bf16": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.bfloat16)], (X, SCALE), 1, "colsum: expected f32"),
+    "amax of rank 1": ([Q, ((64, 32), E4M3), ((2,), jnp.float32), ((64,), jnp.float32)], (X, SCALE), 1, "amax: expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("results, operands, k_axes, message", QUANTIZE.values(), ids=QUANTIZE)
+def test_malformed_calls_raise(results, operands, k_axes, message):
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(call("te_quantize", results, *operands, k_axes=np.int64(k_axes)))
+
+
+def test_wrong_numbers_of_buffers_and_attributes_raise():
+    for target in sorted(HANDLERS["cpu"]):
+        with pytest.raises(Exception, match="(?i)operand|argument|attribute|result"):
+            jax.block_until_ready(call(target, [((1,), jnp.float32)] * 9, X))
+
+
+def test_every_target_has_a_handler_on_every_platform():
+    for platform, targets in HANDLERS.items():
+        assert set(targets) == set(HANDLERS["cpu"]), platform
+
+
+def test_empty_tensors():
+    out = quantize(jnp.zeros((0, 16)), SCALE, dtype=E4M3, q_t=True, colsum=True)
+    assert out.q.shape == (0, 16) and out.q_t.shape == (16, 0)
+    assert out.amax == 0 and not out.colsum.any()
+
+
+def test_lowering_for_cuda_needs_no_gpu():
+    text = jax.jit(quantized).trace(X).lower(lowering_platforms=("cuda",)).as_text()
+    assert "te_quantize" in text and kernel_p.name == "te_kernel"

@@ -1,0 +1,214 @@
+"""The state and its update rule: exactly the documented arithmetic, robust however often cotangents are added."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_engine_jax import autocast, recipe
+from transformer_engine_jax.ops.quantize import E4M3, E5M2, observe
+from transformer_engine_jax.quantized import QuantizerSpec, QuantizerState, attach, keep, mend, read, report, update
+
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
+
+
+def spec(r=DELAYED, dtype=E4M3):
+    return QuantizerSpec(r, dtype, (), False)
+
+
+def state_after(amaxes, r=DELAYED, dtype=E4M3):
+    state = QuantizerState.create(r)
+    for a in amaxes:
+        state = update(state, jnp.float32(a), r, dtype)
+    return state
+
+
+# --- The rule ------------------------------------------------------------------------------------------------------------
+
+
+def test_initial_state():
+    state = QuantizerState.create(recipe.DelayedScaling())
+    assert state.scale == 1 and state.amax_history.shape == (16,) and not state.amax_history.any()
+
+
+@pytest.mark.parametrize("dtype, fp8_max", [(E4M3, 448.0), (E5M2, 57344.0)])
+@pytest.mark.parametrize("margin", [0, 1, -2])
+def test_scale_is_fp8_max_over_amax_over_two_to_the_margin(dtype, fp8_max, margin):
+    r = recipe.DelayedScaling(margin=margin)
+    state = update(QuantizerState.create(r), jnp.float32(3.3), r, dtype)
+    assert state.scale == np.float32(np.float32(fp8_max) / np.float32(3.3)) / np.float32(2.0**margin)
+
+
+def test_max_over_the_history_includes_this_step_and_forgets_after_its_length():
+    scales = [float(state_after([8, 1, 1, 1, 2][: n + 1]).scale) for n in range(5)]
+    assert scales == [448 / 8] * 4 + [448 / 2]
+
+
+def test_most_recent_uses_this_step_only():
+    r = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+    assert [float(state_after([8, 1, 4][: n + 1], r).scale) for n in range(3)] == [56, 448, 112]
+
+
+def test_history_of_one():
+    r = recipe.DelayedScaling(amax_history_len=1)
+    assert [float(state_after([8, 1, 4][: n + 1], r).scale) for n in range(3)] == [56, 448, 112]
+
+
+def test_functions_for_amax_and_scale():
+    r = recipe.DelayedScaling(
+        amax_history_len=2,
+        amax_compute_algo=lambda history: jnp.min(history),
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: fp8_max / (2 * amax),
+    )
+    first = update(QuantizerState.create(r), jnp.float32(4), r, E4M3)
+    assert first.scale == 1  # the smallest of the history is still 0
+    assert update(first, jnp.float32(8), r, E4M3).scale == 448 / 8
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_zero_and_not_finite_amaxes_keep_the_scale_and_stay_out_of_the_history(bad, algo):
+    r = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo=algo)
+    state = state_after([4, bad], r)
+    assert state.scale == 112 and jnp.isfinite(state.amax_history).all()
+
+
+@pytest.mark.parametrize("amax", [1e-45, 1e-38, 1e-30, 3e38])
+def test_scales_and_their_inverses_stay_finite_and_normal(amax):
+    scale = float(state_after([amax]).scale)
+    tiny = np.finfo(np.float32).tiny
+    assert np.isfinite(scale) and scale >= tiny and 1 / scale >= tiny
+
+
+# --- Reports of amaxes ---------------------------------------------------------------------------------------------------
+
+AMAXES = [1e-30, 2.0**-64, 1e-6, 0.9999, 1.0, 1.2499, 448.0, 57344.0, 3e9, 2.0**63.9, 1e30, 3e38]
+
+
+@pytest.mark.parametrize("amax", AMAXES)
+def test_one_report_is_exact(amax):
+    assert read(report(jnp.float32(amax))) == np.float32(amax)
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_nothing_usable_reports_nothing(bad):
+    assert not report(jnp.float32(bad)).any() and read(report(jnp.float32(bad))) == 0
+
+
+def test_sums_of_reports_never_lose_the_maximum_and_exceed_it_by_a_bin_at_most():
+    rng = np.random.default_rng(0)
+    for count in (2, 8, 100):
+        amaxes = np.exp2(rng.uniform(-40, 40, count)).astype(np.float32)
+        amaxes[: count // 2] = amaxes.max()  # many in the same bin
+        total = sum(report(jnp.float32(a)) for a in amaxes)
+        assert amaxes.max() <= read(total) <= 1.25 * amaxes.max()
+
+
+def test_a_report_never_poisons_another():
+    total = report(jnp.float32(jnp.nan)) + report(jnp.float32(3.0)) + report(jnp.float32(jnp.inf))
+    assert read(total) == 3
+
+
+# --- The gradient of a state is the next state ------------------------------------------------------------------------------
+
+
+def used(state, amax, times=1):
+    """A loss that observes `amax` so many times."""
+
+    @jax.custom_vjp
+    def use(quantizer):
+        return jnp.zeros(())
+
+    use.defvjp(lambda q: (jnp.zeros(()), q), lambda q, g: (observe(q, jnp.float32(amax)),))
+    quantizer = attach(state, spec())
+    return sum(use(quantizer) for _ in range(times))
+
+
+def test_the_gradient_is_the_updated_state():
+    state = state_after([2])
+    assert_equal = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)  # noqa: E731
+    assert_equal(jax.grad(used)(state, 7.0), update(state, jnp.float32(7), DELAYED, E4M3))
+    assert_equal(jax.jit(jax.grad(used), static_argnums=1)(state, 7.0), update(state, jnp.float32(7), DELAYED, E4M3))
+
+
+@pytest.mark.parametrize("times", [2, 3, 16])
+def test_uses_in_one_step_update_once(times):
+    state = QuantizerState.create(DELAYED)
+    new = jax.grad(lambda s: used(s, 7.0, times))(state)
+    assert (new.amax_history > 0).sum() == 1
+    assert 7 <= new.amax_history.max() <= 7 * 1.25 and 448 / 7 / 1.25 <= new.scale <= 448 / 7
+
+
+def test_losses_summed_over_microbatches_update_once():
+    def loss(state):
+        return jax.lax.scan(lambda total, _: (total + used(state, 7.0), None), 0.0, None, length=8)[0]
+
+    new = jax.grad(loss)(QuantizerState.create(DELAYED))
+    assert (new.amax_history > 0).sum() == 1 and 448 / 7 / 1.25 <= new.scale <= 448 / 7
+
+
+def test_a_state_that_came_back_as_zeros_counts_as_new():
+    zeros = jax.tree.map(jnp.zeros_like, QuantizerState.create(DELAYED))
+    assert attach(zeros, spec()).scale == 1
+    assert jax.grad(used)(zeros, 7.0).scale == 64
+
+
+def test_keep_returns_states_as_their_own_gradient():
+    state = state_after([2])
+    got = jax.grad(lambda s: jnp.sum(keep(jnp.ones(3), {"a": s})) * 5)(state)
+    jax.tree.map(np.testing.assert_array_equal, got, state)
+
+
+def test_errors_of_attach():
+    with pytest.raises(ValueError, match="needs a QuantizerState, got None"):
+        attach(None, spec())
+    with pytest.raises(ValueError, match=r"f32\[4\].*got.*\(16,\)"):
+        attach(QuantizerState.create(recipe.DelayedScaling()), spec())
+
+
+def test_current_scaling_needs_no_state():
+    with autocast(True, recipe.Float8CurrentScaling()):
+        quantizer = attach(None, spec(recipe.Float8CurrentScaling()))
+    assert quantizer.scale is None and not jax.tree.leaves(quantizer)
+
+
+def test_each_scan_step_and_each_call_attaches_at_the_level_of_the_state():
+    """Also where the state is closed over: the gradient holds one updated state, not a sum of them."""
+
+    def loss(state):
+        def body(total, _):
+            return total + used(state, 7.0), None
+
+        return used(state, 3.0) + jax.lax.scan(body, 0.0, None, length=4)[0] + jax.lax.fori_loop(0, 3, lambda i, t: t, 0.0)
+
+    for run in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        new = run(QuantizerState.create(DELAYED))
+        assert new.uses == 1 and 7 <= new.amax_history.max() <= 7 * 1.25 and 448 / 7 / 1.25 <= new.scale <= 448 / 7
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit], ids=["remat", "inner jit"])
+def test_states_that_were_added_up_are_mended_when_read(wrap):
+    """Two calls that each see the state as an argument of their own trace: their updated states add up."""
+    state = state_after([9, 2, 5])
+    once = wrap(lambda s: used(s, 7.0))
+    total = jax.jit(jax.grad(lambda s: once(s) + once(s)))(state)
+    assert total.uses == 2
+    mended = mend(total, DELAYED, E4M3)
+    expected = update(state, jnp.float32(7), DELAYED, E4M3)
+    assert mended.uses == 1 and attach(total, spec()).scale == mended.scale
+    np.testing.assert_array_equal(mended.amax_history[2:], expected.amax_history[2:])
+    assert 7 <= mended.amax_history[1] <= 14 and 448 / 14 <= mended.scale <= expected.scale
+    # The next step, whatever it observes, goes on from there.
+    later = jax.grad(used)(total, 1.0)
+    assert later.uses == 1 and 448 / 14 <= later.scale <= 448 / 7
+
+
+def test_mending_a_sound_state_changes_nothing():
+    state = state_after([9, 2, 5])
+    jax.tree.map(np.testing.assert_array_equal, mend(state, DELAYED, E4M3), state)
+
+
+def test_no_tracer_outlives_its_trace():
+    with jax.checking_leaks():
+        jax.jit(jax.grad(used), static_argnums=1)(QuantizerState.create(DELAYED), 7.0)
+        jax.jit(jax.grad(jax.checkpoint(used, static_argnums=1)), static_argnums=1)(QuantizerState.create(DELAYED), 7.0)

@@ -1,0 +1,69 @@
+"""Recipes are static, hashable and strict, and turn amaxes into scales."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_engine_jax.common.recipe
+from transformer_engine_jax import recipe
+from transformer_engine_jax.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, current_scale
+
+E4M3 = np.dtype(jnp.float8_e4m3fn)
+
+
+def test_defaults():
+    r = DelayedScaling()
+    assert (r.margin, r.fp8_format, r.amax_history_len, r.amax_compute_algo) == (0, Format.HYBRID, 16, "max")
+    assert r.forward_dtype == jnp.float8_e4m3fn and r.backward_dtype == jnp.float8_e5m2
+    assert Format.E4M3.value.backward == jnp.float8_e4m3fn and Format.E5M2.value.forward == jnp.float8_e5m2
+
+
+@pytest.mark.parametrize("make", [DelayedScaling, Float8CurrentScaling])
+def test_equal_recipes_are_equal_keys_and_frozen(make):
+    assert make() == make() and hash(make()) == hash(make()) and make() != make(fp8_format=Format.E4M3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().fp8_format = Format.E4M3
+
+
+WRONG = [
+    (DelayedScaling, "margin", "1"),
+    (DelayedScaling, "margin", 1000),
+    (DelayedScaling, "fp8_format", "HYBRID"),
+    (DelayedScaling, "amax_history_len", 0),
+    (DelayedScaling, "amax_history_len", 2.5),
+    (DelayedScaling, "amax_compute_algo", "mean"),
+    (DelayedScaling, "scaling_factor_compute_algo", 3),
+    (DelayedScaling, "reduce_amax", False),
+    (DelayedScaling, "fp8_dpa", True),
+    (DelayedScaling, "fp8_gemm_fprop", True),
+    (Float8CurrentScaling, "amax_epsilon", -1.0),
+    (Float8CurrentScaling, "amax_epsilon", float("inf")),
+    (Float8CurrentScaling, "use_power_2_scales", 1),
+    (Float8CurrentScaling, "fp8_gemm_wgrad", None),
+    (MMParams, "use_split_accumulator", "yes"),
+]
+
+
+@pytest.mark.parametrize("make, field, value", WRONG, ids=[f"{m.__name__}.{f}={v}" for m, f, v in WRONG])
+def test_a_wrong_value_names_field_and_value(make, field, value):
+    with pytest.raises(ValueError, match=f"{make.__name__}.{field}: expected .*, got"):
+        make(**{field: value})
+
+
+def test_an_unknown_field_raises():
+    with pytest.raises(TypeError, match="amax_history"):
+        DelayedScaling(amax_history=16)
+
+
+def test_current_scaling():
+    assert current_scale(Float8CurrentScaling(), jnp.float32(7), E4M3) == 64
+    assert current_scale(Float8CurrentScaling(use_power_2_scales=True), jnp.float32(6), E4M3) == 64
+    assert current_scale(Float8CurrentScaling(amax_epsilon=14.0), jnp.float32(7), E4M3) == 32
+    for bad in (0.0, jnp.nan, jnp.inf):
+        assert current_scale(Float8CurrentScaling(), jnp.float32(bad), E4M3) == 1
+
+
+def test_the_path_of_nvidias_package():
+    assert transformer_engine_jax.common.recipe.DelayedScaling is recipe.DelayedScaling
