@@ -305,7 +305,7 @@ def compare(case: Case, i: int, got: np.ndarray, expected: np.ndarray, scale) ->
             return f"{wrong} of {codes.size} bytes differ" if wrong else ""
         # Sums in another order move a value over a rounding boundary now and then, never further.
         error = relative_error(got.astype(np.float32), codes.view(got.dtype).astype(np.float32))
-        bad = wrong > 5e-3 * codes.size + 2 or error > 1e-2 and wrong > 2
+        bad = wrong > 5e-3 * codes.size + 2 or (error > 1e-2 and wrong > 2)
         return f"{wrong} of {codes.size} bytes differ, relative L2 error {error:.1e}" if bad else ""
     is_sum = case.call.target == "te_quantize" and i == 3
     got = got.astype(np.float64)

@@ -2,12 +2,13 @@
 //
 //   level      tile    unit     flop/cycle/core at best
 //   amx        32x32   2 bf16   1024 (4 tiles of 16x16 accumulate, 2 + 2 tiles of a and b feed them)
-//   avx512      8x48   1 f32      64 (24 accumulators of 32 registers)
-//   avx2        4x24   1 f32      32 (12 accumulators of 16 registers)
+//   avx512      8x32   1 f32      64 (16 accumulators: two FMA units of latency 4 need 8)
+//   avx2        6x16   1 f32      32 (12 accumulators of 16 registers)
 //   portable    4x8    1 f32      16 with NEON, 8 with SSE2
 //
-// AMX rounds each f32 sum to nearest even and takes denormals, of bf16 operands and of sums, as zero.
-// FP8 has no value that bf16 holds as a denormal.
+// AMX sums in f32, rounding to nearest even, and takes denormals, of bf16 operands and of sums, as zero. FP8 has
+// no value that bf16 holds as a denormal. VDPBF16PS of AVX512_BF16 is no level: on Sapphire Rapids it does half of
+// what f32 FMA does.
 #include "core/cpu_gemm.h"
 
 #include <algorithm>
@@ -81,7 +82,7 @@ constexpr CpuGemmKernel kPortable{
 #ifdef TE_X86
 // ---- AVX2 with FMA ----------------------------------------------------------------------------------
 
-constexpr int kAvx2Rows = 4, kAvx2Vectors = 3;
+constexpr int kAvx2Rows = 6, kAvx2Vectors = 2;
 
 __attribute__((target("avx2,fma"))) void multiply_avx2(const uint32_t* a_units, int64_t a_stride, int64_t panels,
                                                        const uint32_t* b_units, int64_t units, float* acc, int64_t ld,
@@ -113,7 +114,7 @@ constexpr CpuGemmKernel kAvx2{
 
 // ---- AVX-512 ----------------------------------------------------------------------------------------
 
-constexpr int kAvx512Rows = 8, kAvx512Vectors = 3;
+constexpr int kAvx512Rows = 8, kAvx512Vectors = 2;
 
 __attribute__((target("avx512f"))) void multiply_avx512(const uint32_t* a_units, int64_t a_stride, int64_t panels,
                                                         const uint32_t* b_units, int64_t units, float* acc, int64_t ld,

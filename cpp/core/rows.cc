@@ -1,3 +1,4 @@
+// The loop that stores computed rows, once for every dtype of the result; see rows.h.
 #include "core/rows.h"
 
 namespace te {

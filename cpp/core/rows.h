@@ -60,7 +60,9 @@ constexpr int kTileWords = kTile / 8;
 typedef uint64_t TileRow __attribute__((vector_size(kTile)));
 template <int kApart>
 TE_INLINE void swap_words(TileRow (&row)[8]) {
-  constexpr uint64_t kMask = kApart == 4 ? 0x00000000ffffffffu : kApart == 2 ? 0x0000ffff0000ffffu : 0x00ff00ff00ff00ffu;
+  constexpr uint64_t kMask = kApart == 4   ? 0x00000000ffffffffu
+                             : kApart == 2 ? 0x0000ffff0000ffffu
+                                           : 0x00ff00ff00ff00ffu;
   for (int i = 0; i < 8; ++i) {
     if (i & kApart) continue;
     const TileRow swapped = ((row[i] >> (8 * kApart)) ^ row[i + kApart]) & kMask;

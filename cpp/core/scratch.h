@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <mutex>
+#include <tuple>
 #include <utility>
 #include <vector>
 

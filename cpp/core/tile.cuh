@@ -4,7 +4,7 @@
 // A block owns a tile of 128 x 128 values, a thread 2 x (4 rows x 8 columns). For a 16-bit operand a row of the tile
 // is 256 bytes, read and written as whole 128-byte lines by 16 neighbouring threads of 16 bytes each. For the
 // transposed copy, a thread turns its 4 x 4 byte blocks in registers, so that shared memory is written in words of 4
-// rows and read 16 rows at a time; 8 threads then store a line of 128 rows. About 5 instructions a value beside the
+// rows and read 16 rows at a time; 8 threads then store a line of 128 rows. About 11 instructions a value beside the
 // producer's, of the 27 that fit into the time its bytes take on an H200.
 #pragma once
 

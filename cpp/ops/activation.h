@@ -138,8 +138,7 @@ inline std::optional<Activation> parse_activation(std::string_view name) {
                  {"quick_gelu", Curve::kQuickGelu},
                  {"squared_relu", Curve::kSquaredRelu},
                  {"sigmoid", Curve::kSigmoid}};
-  const bool gated =
-      name.size() > kSuffix.size() && name.substr(name.size() - kSuffix.size()) == kSuffix;
+  const bool gated = name.size() > kSuffix.size() && name.substr(name.size() - kSuffix.size()) == kSuffix;
   if (gated) name.remove_suffix(kSuffix.size());
   for (const auto& known : kCurves) {
     if (known.name == name) return Activation{known.curve, gated};
@@ -188,8 +187,8 @@ inline Check check_activation_fwd(const In& z, const In& scale, Out& y, Out& y_t
   return check_result(check, scale, "y", y, "y_t", y_t, amax, m.rows, matrix(z, 1).cols);
 }
 
-inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, Out& dz, Out& dz_t, Out& amax,
-                                  Out& dbias, std::string_view name) {
+inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, Out& dz, Out& dz_t, Out& amax, Out& dbias,
+                                  std::string_view name) {
   Check check = check_activation_input("te_activation_bwd", z, name);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);

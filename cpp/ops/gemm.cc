@@ -139,13 +139,15 @@ struct Blocks {
   int64_t down, across;   // how many blocks
 
   Blocks(const CpuGemmKernel& kernel, const GemmShape& s, int64_t threads) {
-    int64_t tall = kRows / kernel.mr, wide = kColumns / kernel.nr;
-    for (;; tall > wide* kernel.nr / kernel.mr ? tall = (tall + 1) / 2 : wide = (wide + 1) / 2) {
+    const int64_t enough = threads == 1 ? 1 : 2 * threads;
+    for (int64_t tall = kRows / kernel.mr, wide = kColumns / kernel.nr;;) {
       rows = tall * kernel.mr;
       columns = wide * kernel.nr;
       down = divide_up(s.m, rows);
       across = divide_up(s.n, columns);
-      if (threads == 1 || down * across >= 2 * threads || (tall == 1 && wide == 1)) return;
+      if (down * across >= enough || (tall == 1 && wide == 1)) return;
+      int64_t& longer = wide == 1 || (tall > 1 && rows > columns) ? tall : wide;
+      longer = (longer + 1) / 2;
     }
   }
 };

@@ -75,8 +75,9 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
         if (column(k) >= a.cols) continue;
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
-          copy_quad(slot(stage, 0, k, q), static_cast<const T*>(a.x) + row * a.cols + column(k) + q * (16 / sizeof(T)));
-          copy_quad(slot(stage, 1, k, q), static_cast<const T*>(a.dy) + row * a.cols + column(k) + q * (16 / sizeof(T)));
+          const int64_t offset = row * a.cols + column(k) + q * (16 / sizeof(T));
+          copy_quad(slot(stage, 0, k, q), static_cast<const T*>(a.x) + offset);
+          copy_quad(slot(stage, 1, k, q), static_cast<const T*>(a.dy) + offset);
         }
       }
     }
@@ -96,14 +97,14 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
     if (column(k) < a.cols) a.gamma.get8(column(k), 8, true, gamma[k]);
   }
   const float per_column = 1.f / static_cast<float>(a.cols);
-  const auto statistic = [](const float* p, int64_t row, int64_t rows) { return p && row < rows ? __ldg(p + row) : 0.f; };
-  float next_mean = statistic(a.mean, first, a.rows), next_rstd = statistic(a.rstd, first, a.rows);
+  const auto statistic = [&](const float* p, int64_t row) { return p && row < a.rows ? __ldg(p + row) : 0.f; };
+  float next_mean = statistic(a.mean, first), next_rstd = statistic(a.rstd, first);
 
   int stage = 0, parity = 0;
   for (int64_t row = first; row < a.rows; row += stride) {
     const float mean = next_mean, rstd = next_rstd;
-    next_mean = statistic(a.mean, row + stride, a.rows);
-    next_rstd = statistic(a.rstd, row + stride, a.rows);
+    next_mean = statistic(a.mean, row + stride);
+    next_rstd = statistic(a.rstd, row + stride);
     // The copies of this row have landed; the younger ones may be under way.
     if (stages >= 3) {
       asm volatile("cp.async.wait_group 2;" ::: "memory");

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
+from .options import UsageError
 from .training import TrainState
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each file it touches
@@ -39,8 +40,11 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
     def restore(self, abstract_state: TrainState) -> TrainState:
-        """The latest state, laid out as `abstract_state` says."""
-        return self._manager.restore(self.latest_step, args=ocp.args.StandardRestore(abstract_state))
+        """The latest state, laid out as `abstract_state` says. Raises UsageError where it is another model's."""
+        try:
+            return self._manager.restore(self.latest_step, args=ocp.args.StandardRestore(abstract_state))
+        except (ValueError, KeyError) as error:
+            raise UsageError(f"--resume: the checkpoint in {self._manager.directory} is of another model") from error
 
 
 class Interruption:

@@ -230,6 +230,9 @@ def test_mistakes_about_earlier_runs(finished, text, tmp_path, capsys):
     (out / "options.json").write_text(json.dumps(options | {"data": str(other_text)}))
     assert train_gpt.main(["--out", str(out), "--resume"]) == 2
     assert "the data isn't what the run" in capsys.readouterr().err
+    (out / "options.json").write_text(json.dumps(options | {"mlp": 32}))
+    assert train_gpt.main(["--out", str(out), "--resume"]) == 2
+    assert "is of another model" in capsys.readouterr().err
     (out / "options.json").write_text(json.dumps(options))
     shutil.rmtree(out / "f32" / "checkpoints")
     assert train_gpt.main(["--out", str(out), "--resume"]) == 2

@@ -19,8 +19,9 @@ def assert_rounded(got, exact, magnitude, ulps: float = 4.0):
     """`got` is `exact` (f64) computed in f32, to some ulps of `magnitude`, then rounded once to its dtype."""
     error = np.abs(wide(got) - exact)
     once = 0.0 if got.dtype == jnp.float32 else epsilon(got.dtype) * 1.01
-    tiniest = float(jnp.finfo(got.dtype).smallest_subnormal)
-    bound = ulps * EPS * magnitude + once * np.abs(exact) + tiniest
+    # Near f32's smallest normal, 2^-126, tails end in 0; f16's smallest step is larger.
+    least = max(2.0**-120, float(jnp.finfo(got.dtype).smallest_subnormal))
+    bound = ulps * EPS * magnitude + once * np.abs(exact) + least
     assert np.all(error <= bound), f"{np.max(error / bound):.3g} times the bound of {ulps} ulps"
 
 

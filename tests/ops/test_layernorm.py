@@ -31,8 +31,13 @@ from transformer_engine_jax.ops.layernorm import (
 from transformer_engine_jax.testing import check_kernel, check_op, epsilon, relative_error
 
 EPSILON = 1e-5
-SHAPES = [(1, 1), (5, 7), (3, 1000), (130, 100), (2, 3, 33), (300, 1000), (17,)]
+BASE = (2, 3, 33)
+SHAPES = [(1, 1), (5, 7), (3, 1000), (130, 100), (300, 1000), (17,)]
 F32, F16, BF16 = DTYPES = jnp.float32, jnp.float16, jnp.bfloat16
+# Every dtype, every shape, and every reference once.
+CASES = [("handler", BASE, dtype) for dtype in DTYPES] + [("handler", shape, F32) for shape in SHAPES]
+CASES += [("handler", (3, 1000), BF16), ("reference", BASE, F32), ("reference", (3, 1000), BF16)]
+each_case = pytest.mark.parametrize("implementation, shape, dtype", CASES, indirect=["implementation"])
 
 
 @pytest.fixture(params=["handler", "reference"])
@@ -88,8 +93,8 @@ def op(centred, x, gamma, beta=None, zero_centered=False):
     return layernorm(x, gamma, beta, **options) if centred else rmsnorm(x, gamma, **options)
 
 
-@pytest.mark.parametrize("dtype, zero_centered", [(d, False) for d in DTYPES] + [(F32, True)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
+@each_case
 def test_value(implementation, centred, shape, dtype, zero_centered):
     x, gamma, beta, _ = inputs(shape, dtype)
     out = forward(centred, x, gamma, beta, zero_centered_gamma=zero_centered, amax=True)
@@ -103,11 +108,10 @@ def test_value(implementation, centred, shape, dtype, zero_centered):
     assert float(out.amax) == np.abs(wide(out.y)).max()
 
 
-@pytest.mark.parametrize("dtype, fp8", [(F32, E4M3), (BF16, E5M2), (F16, E4M3)])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fp8_result(implementation, centred, shape, dtype, fp8):
+@each_case
+def test_fp8_result(implementation, centred, shape, dtype):
     x, gamma, beta, _ = inputs(shape, dtype)
-    scale = 37.0
+    scale, fp8 = 37.0, E5M2 if dtype == BF16 else E4M3
     out = forward(centred, x, gamma, beta, jnp.float32(scale), dtype=fp8, y_t=True, amax=True)
     y = exact_norm(x, gamma, beta, centred)[0]
     assert out.y.dtype == out.y_t.dtype == fp8
@@ -116,10 +120,11 @@ def test_fp8_result(implementation, centred, shape, dtype, fp8):
     assert_transposed(out.y_t, out.y, 1)
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("dtype, gamma_dtype", [(F32, F32), (F16, F32), (BF16, BF16), (F32, BF16)])
-@pytest.mark.parametrize("shape", [(2, 3, 33), (130, 1000)])
-def test_op(implementation, centred, shape, dtype, gamma_dtype, zero_centered):
+@pytest.mark.parametrize(
+    "shape, dtype, gamma_dtype, zero_centered",
+    [(BASE, F32, F32, False), (BASE, F16, F32, True), (BASE, BF16, BF16, False), ((130, 1000), F32, BF16, True)],
+)
+def test_op(centred, shape, dtype, gamma_dtype, zero_centered):
     x, gamma, beta, _ = inputs(shape, dtype, gamma_dtype)
     # Each result is rounded once to its dtype; 64 roundings of f32 for the order of two chained sums.
     bound = max(2 * max(epsilon(dtype), epsilon(gamma_dtype)), 64 * epsilon(F32))

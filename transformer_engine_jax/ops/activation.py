@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.kernel import differentiable, kernel
+from transformer_engine_jax.ops.quantize import partial_sums
 from transformer_engine_jax.ops.result import store
 
 # --- Curves, formula for formula those of cpp/ops/activation.h -----------------------------------------------------
@@ -114,7 +115,16 @@ def activation_fwd(z, scale, *, activation, dtype=None, y_t=False, amax=False) -
     )
 
 
-@kernel("... n, ... a n, - -> ... a n, a n ..., -, a n", whole="a", reduce={"amax": "max", "dbias": "sum"})
+def _scratch(dy, z, scale, *, dbias, **_) -> int:
+    return partial_sums(z, 2) if dbias else 0
+
+
+@kernel(
+    "... n, ... a n, - -> ... a n, a n ..., -, a n",
+    whole="a",
+    reduce={"amax": "max", "dbias": "sum"},
+    workspace=_scratch,
+)
 def activation_bwd(dy, z, scale, *, activation, dtype=None, dz_t=False, amax=False, dbias=False) -> ActivationBwd:
     """dz from dy[.., N] and z; with a scale f32[], dz is FP8 (`dtype`), without it z's dtype or `dtype`."""
     curve, gate = _split("activation_bwd", z, activation)

@@ -5,6 +5,7 @@ Every kernel computes in f32. g is gamma, or 1 + gamma where gamma is stored zer
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -77,7 +78,17 @@ def rmsnorm_fwd(
     return RmsNormFwd(out.y, out.y_t, rstd[..., 0], out.amax)
 
 
-@kernel("... k, ... k, k, ..., ... -> ... k, k, k", whole="k", reduce={"dgamma": "sum", "dbeta": "sum"})
+def _scratch(dy, x, *_, **__) -> int:
+    """Scratch bytes of the CUDA handlers: rows of partial sums of dgamma and dbeta, one for each block."""
+    return 8 * x.shape[-1] * min(math.prod(x.shape[:-1]), 256)
+
+
+@kernel(
+    "... k, ... k, k, ..., ... -> ... k, k, k",
+    whole="k",
+    reduce={"dgamma": "sum", "dbeta": "sum"},
+    workspace=_scratch,
+)
 def layernorm_bwd(dy, x, gamma, mean, rstd, *, zero_centered_gamma=False) -> LayerNormBwd:
     """Gradients of layernorm_fwd's y from the cotangent dy and what the forward saved."""
     rstd = rstd[..., None]
@@ -90,7 +101,7 @@ def layernorm_bwd(dy, x, gamma, mean, rstd, *, zero_centered_gamma=False) -> Lay
     return LayerNormBwd(dx.astype(x.dtype), _sum_rows(dy * xhat), _sum_rows(dy))
 
 
-@kernel("... k, ... k, k, ... -> ... k, k", whole="k", reduce={"dgamma": "sum"})
+@kernel("... k, ... k, k, ... -> ... k, k", whole="k", reduce={"dgamma": "sum"}, workspace=_scratch)
 def rmsnorm_bwd(dy, x, gamma, rstd, *, zero_centered_gamma=False) -> RmsNormBwd:
     """Gradients of rmsnorm_fwd's y from the cotangent dy and what the forward saved."""
     rstd = rstd[..., None]

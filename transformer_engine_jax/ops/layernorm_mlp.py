@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -81,7 +82,7 @@ def layernorm_mlp(
     kernels: tuple[jax.Array, jax.Array],
     biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
     *,
-    activations: tuple[str, ...] = ("gelu",),
+    activations: str | Callable | tuple[str | Callable, ...] = ("gelu",),
     norm_options: Norm | None = Norm(),
     quantizers: tuple[GemmQuantizers, GemmQuantizers] | None = None,
     names: tuple[str, str] = ("ffn1", "ffn2"),
@@ -101,17 +102,20 @@ def layernorm_mlp(
       ValueError: the shapes do not fit.
     """
     (kernel_1, kernel_2), (bias_1, bias_2) = kernels, biases
+    activations = (activations,) if isinstance(activations, str) or callable(activations) else tuple(activations)
+    name = fused_name(activations)
+    if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
+        raise ValueError(f"layernorm_mlp: kernels[0]: expected [K, {len(activations)}, N] for {activations}, got {list(kernel_1.shape)}")  # fmt: skip
     check_dense("layernorm_mlp", x, kernel_1, bias_1, 1)
+    activated = jax.ShapeDtypeStruct((*x.shape[:-1], kernel_1.shape[2]), x.dtype)
+    check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1)
     if norm_options is not None:
         check_norm("layernorm_mlp", x, gamma, beta)
-    name = fused_name(activations)
     if quantizers is None or quantizers[0].x.spec.calibrating or name is None:
         first, second = quantizers or (None, None)
         normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
         z = checkpoint_name(dense(normed, kernel_1, bias_1, quantizers=first), names[0])
         return checkpoint_name(dense(activation(z, activations), kernel_2, bias_2, quantizers=second), names[1])
-    if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
-        raise ValueError(f"layernorm_mlp: kernels[0]: expected [K, {len(activations)}, N] for {activations}, got {list(kernel_1.shape)}")  # fmt: skip
     dense_2 = Dense.of(x, kernel_2, bias_2, 1)
     static = _Static(norm_options, name, Dense.of(x, kernel_1, bias_1, 1), dense_2, names)
     return _fp8_layernorm_mlp(static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2, quantizers)

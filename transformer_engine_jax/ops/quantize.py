@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,14 +82,17 @@ class Quantized(NamedTuple):
     colsum: jax.Array | None  # f32[k..] sum of x over the leading axes (a bias gradient)
 
 
-def _partial_sums(x, scale, *, colsum, k_axes, **_) -> int:
-    """Scratch of the CUDA handler: one row of partial column sums for every 64 rows."""
-    columns = int(np.prod(x.shape[x.ndim - k_axes :]))
-    rows = int(np.prod(x.shape[: x.ndim - k_axes]))
-    return 4 * columns * -(-rows // 64) if colsum else 0
+def partial_sums(x, k_axes: int) -> int:
+    """Scratch bytes of a CUDA handler that sums the columns of x: a row of partial sums for every 128 rows."""
+    rows, columns = math.prod(x.shape[: x.ndim - k_axes]), math.prod(x.shape[x.ndim - k_axes :])
+    return 4 * columns * -(-rows // 128)
 
 
-@kernel("m* k*, - -> m* k*, k* m*, -, k*", reduce={"amax": "max", "colsum": "sum"}, workspace=_partial_sums)
+def _scratch(x, scale, *, colsum, k_axes, **_) -> int:
+    return partial_sums(x, k_axes) if colsum else 0
+
+
+@kernel("m* k*, - -> m* k*, k* m*, -, k*", reduce={"amax": "max", "colsum": "sum"}, workspace=_scratch)
 def quantize(x, scale, *, dtype, k_axes=1, q=True, q_t=False, colsum=False) -> Quantized:
     """Casts x[m.., k..] (f32, f16, bf16) to FP8 with a scale f32[]; the last `k_axes` axes are the columns."""
     cast_x = scaled_cast(x, scale, dtype) if q or q_t else None

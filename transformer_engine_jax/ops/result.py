@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.ops.quantize import is_fp8, max_abs, scaled_cast, transpose
@@ -22,6 +23,11 @@ def store(op: str, values, scale, *, dtype, k_axes: int, transposed: bool, amax:
         raise ValueError(f"{op}: dtype: expected FP8 with a scale and f32, f16 or bf16 without, got {np.dtype(dtype)}")
     if transposed and scale is None:
         raise ValueError(f"{op}: scale: expected f32[] for a transposed copy, which only FP8 has, got None")
-    y = values.astype(dtype) if scale is None else scaled_cast(values, scale, dtype)
-    measured = y if scale is None else values
+    if scale is None:
+        # Rounded in so many words: on GPUs XLA may drop a conversion to bf16 and back.
+        info = jnp.finfo(dtype)
+        measured = jax.lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+        y = measured.astype(dtype)
+    else:
+        y, measured = scaled_cast(values, scale, dtype), values
     return Stored(y, transpose(y, k_axes) if transposed else None, max_abs(measured) if amax else None)

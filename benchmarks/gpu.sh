@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Builds for the GPU that is here, with the packages that are here, and runs checks and tests on it.
+#
+#   benchmarks/gpu.sh OUT [kernels] [tests] [train]      logs go to the folder OUT; default: all three
+set -u -o pipefail
+cd "$(dirname "$0")/.."
+out=${1:?usage: benchmarks/gpu.sh OUT [kernels] [tests] [train]}
+shift
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
+python3 -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.TE_CUDA=ON \
+  -C cmake.define.TE_CUDA_ARCHS="${TE_CUDA_ARCHS:-90a-real}" >"$out/build.log" 2>&1 || { tail -30 "$out/build.log"; exit 1; }
+python3 -m transformer_engine_jax
+status=0
+for part in "${@:-kernels tests train}"; do
+  for step in $part; do
+    case $step in
+      kernels) python3 benchmarks/kernels_check.py --json "$out/kernels.json" 2>&1 | tee "$out/kernels.log" | tail -70 ;;
+      tests) python3 -m pytest -q -n 8 2>&1 | tee "$out/tests.log" | tail -30 ;;
+      train) python3 examples/train_gpt.py --out "$out/run" 2>&1 | tee "$out/train.log" | tail -20 ;;
+      *) echo "unknown step $step"; exit 2 ;;
+    esac || status=1
+  done
+done
+exit $status

@@ -1,0 +1,88 @@
+"""One training step of a module, the same for every test; and where its parameters go on a mesh."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import transformer_engine_jax as te
+from transformer_engine_jax import recipe, testing
+from transformer_engine_jax.flax import STATE_COLLECTION
+from transformer_engine_jax.sharding import logical_axis_rules
+
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
+CURRENT = recipe.Float8CurrentScaling()
+
+
+def autocast(rec=None, **options):
+    """Autocast under a recipe, off where it is None."""
+    return te.autocast(rec is not None, rec, **options)
+
+
+def init(module: nn.Module, *args, rec=None, unbox: bool = True, **kwargs):
+    """The module's variables, without the boxes that carry logical axes."""
+    with autocast(rec):
+        variables = jax.jit(partial(module.init, **kwargs))(jax.random.key(0), *args)
+    return nn.unbox(variables) if unbox else variables
+
+
+def randomized(variables, seed: int = 0):
+    """Variables whose zeros and ones are not: parameters get noise, so that biases and gammas count."""
+    rng = np.random.default_rng(seed)
+    noisy = lambda p: p + jnp.asarray(0.2 * rng.standard_normal(p.shape).astype(p.dtype))  # noqa: E731
+    return {**variables, "params": jax.tree.map(noisy, variables["params"])}
+
+
+def loss(out):
+    """All outputs times fixed random weights, summed: their cotangents are those weights."""
+    return sum(
+        jnp.sum(o.astype(jnp.float32) * np.random.default_rng(i).standard_normal(o.shape, np.float32))
+        for i, o in enumerate(jax.tree.leaves(out))
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def step(f, *args):
+    """f(*args), and the gradients of its loss for all args."""
+
+    def scored(*args):
+        out = f(*args)
+        return loss(out), out
+
+    (_, out), grads = jax.value_and_grad(scored, argnums=tuple(range(len(args))), has_aux=True)(*args)
+    return out, grads
+
+
+def settle(f, variables, *args, steps: int = 3):
+    """Variables whose FP8 states have seen some steps; parameters stay."""
+    for _ in range(steps):
+        _, (grads, *_) = step(f, variables, *args)
+        variables = {**variables, STATE_COLLECTION: grads[STATE_COLLECTION]}
+    return variables
+
+
+def layout(variables) -> dict[str, tuple]:
+    """Parameter path -> (shape, dtype, logical axes or None)."""
+    leaves = jax.tree.leaves_with_path(variables["params"], is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata))
+    out = {}
+    for path, p in leaves:
+        boxed = isinstance(p, nn.meta.AxisMetadata)
+        value = p.unbox() if boxed else p
+        name = "/".join(str(k.key) for k in path)
+        out[name] = (value.shape, str(value.dtype), tuple(p.names) if boxed else None)
+    return out
+
+
+def place(mesh, variables, resource: te.MeshResource):
+    """Boxed variables on a mesh as their logical axes say, without their boxes."""
+    specs = nn.logical_to_mesh(nn.get_partition_spec(variables), logical_axis_rules(resource))
+    plain = nn.unbox(variables)
+    specs = jax.tree.unflatten(
+        jax.tree.structure(plain), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    )
+    return testing.shard(mesh, plain, specs)
