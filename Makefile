@@ -50,7 +50,7 @@ train: $(STATE)/built  ## train a small GPT in FP8 and in ordinary precision; ta
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(STATE)/built  ## run the test suite
-	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo -n $(JOBS)) $(ARGS)
+	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo '-n $(JOBS)') $(ARGS)
 
 build: $(STATE)/built  ## the environment and the compiled extension, nothing else
 .PHONY: build

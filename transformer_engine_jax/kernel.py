@@ -269,7 +269,7 @@ def _check_cuda_handlers(call: _Call) -> None:
 # --- Sharding ----------------------------------------------------------------------------------------------------
 
 
-def _sharding_rule(call: _Call, present, results) -> tuple[str, dict]:
+def _sharding_rule(call: _Call, present) -> tuple[str, dict]:
     """The kernel's rule in Shardy's notation."""
     axes = call.axes(present)
     sides = [[n for n in side if n is not None] for side in axes]
@@ -302,33 +302,46 @@ def _spec(names: Sequence[str], assigned: Mapping[str, tuple[str, ...]]) -> Part
     return PartitionSpec(*[assigned.get(n) for n in names])
 
 
-def _partition(call: _Call, platform: str, mesh, operands, results):
-    """custom_partitioning's callback: shardings from the rule, and the local call with its collectives."""
+class _Plan(NamedTuple):
+    """How one call runs on a mesh: partition specs, and what each device does with its shards."""
+
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+    local: Callable
+
+
+def _plan(call: _Call, platform: str, operands, specs: Sequence[Sequence]) -> _Plan:
+    """The shardings that the rule allows, nearest to the operands' own, and the collectives it implies."""
     axes = call.axes(operands)
-    if mesh.empty:  # several devices, but no mesh whose axes could be named: every device computes it all
-        given = operands[0].sharding
-        same = type(given).get_replicated(given._device_assignment)
-        run = functools.partial(_run, call, platform)
-        return mesh, run, tuple(same for r in axes.results if r is not None), tuple(same for _ in operands)
-    assigned = _assign(axes, call.whole(axes), [x.sharding.spec for x in operands])
-    present_operands = [n for n in axes.operands if n is not None]
-    present_results = [(name, n) for name, n in zip(call.kernel.result_names, axes.results) if n is not None]
-    operand_shardings = tuple(NamedSharding(mesh, _spec(n, assigned)) for n in present_operands)
-    result_shardings = tuple(NamedSharding(mesh, _spec(n, assigned)) for _, n in present_results)
-    operand_names = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
-    lost = {r: [a for n, axs in assigned.items() if n not in names for a in axs] for r, names in present_results}
+    assigned = _assign(axes, call.whole(axes), specs)
+    results = [(name, n) for name, n in zip(call.kernel.result_names, axes.results) if n is not None]
+    names = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
+    lost = {r: [a for n, axs in assigned.items() if n not in kept for a in axs] for r, kept in results}
+    summed = [a for r, op in call.kernel.reduce.items() if op == "sum" for a in lost.get(r, ())]
 
     def local(*args):
         args = list(args)
-        for i, name in enumerate(operand_names):
-            summed = [a for r, op in call.kernel.reduce.items() if op == "sum" for a in lost.get(r, ())]
+        for i, name in enumerate(names):
             if name in call.kernel.once and summed:
                 first = sum(jax.lax.axis_index(a) for a in summed) == 0
                 args[i] = jnp.where(first, args[i], jnp.zeros_like(args[i]))
         out = _run(call, platform, *args)
-        return tuple(_combine(call, r, x, lost[r]) for (r, _), x in zip(present_results, out))
+        return tuple(_combine(call, r, x, lost[r]) for (r, _), x in zip(results, out))
 
-    return mesh, local, result_shardings, operand_shardings
+    operand_specs = tuple(_spec(n, assigned) for n in axes.operands if n is not None)
+    return _Plan(operand_specs, tuple(_spec(n, assigned) for _, n in results), local)
+
+
+def _partition(call: _Call, platform: str, mesh, operands, results):
+    """custom_partitioning's callback, for meshes whose axes the compiler shards over."""
+    if mesh.empty:  # several devices, but no mesh whose axes could be named: every device computes it all
+        given = operands[0].sharding
+        same = type(given).get_replicated(given._device_assignment)
+        run = functools.partial(_run, call, platform)
+        return mesh, run, tuple(same for _ in results), tuple(same for _ in operands)
+    plan = _plan(call, platform, operands, [x.sharding.spec for x in operands])
+    shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (plan.results, plan.operands)]
+    return mesh, plan.local, *shardings
 
 
 def _combine(call: _Call, result: str, x, mesh_axes: list[str]):
@@ -391,28 +404,38 @@ def _run(call: _Call, platform: str, *present) -> tuple:
 def _lower(ctx, *operands, call: _Call, platform: str):
     if platform == "cuda" and not call.reference:
         _check_cuda_handlers(call)
+    explicit = [a.sharding.mesh for a in ctx.avals_in if a.sharding.mesh.explicit_axes]
+    if explicit:
+        return mlir.lower_fun(_on_explicit_axes(call, platform, explicit[0], ctx.avals_in))(ctx, *operands)
 
     def sharded(*present):
         run = custom_partitioning(functools.partial(_run, call, platform))
         run.def_partition(
             partition=functools.partial(_partition, call, platform),
-            sharding_rule=lambda mesh, operand_types, result_types: _sharding_rule(call, present, result_types),
+            sharding_rule=lambda mesh, operand_types, result_types: _sharding_rule(call, present),
         )
         return run(*present)
 
-    # The handlers see plain local buffers: mesh and explicit shardings are the partitioner's business.
-    plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-    plain_out = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_out]
+    # The handlers see plain local buffers, whatever manual axes they vary over.
+    plain = [[jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        out = mlir.lower_fun(sharded, multiple_results=True)(
-            ctx.replace(avals_in=plain, avals_out=plain_out), *operands
-        )
-    return out
+        return mlir.lower_fun(sharded)(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+
+
+def _on_explicit_axes(call: _Call, platform: str, mesh, avals) -> Callable:
+    """The call where shardings are part of the types: they are known, so the plan is simply carried out."""
+    plan = _plan(call, platform, avals, [a.sharding.spec for a in avals])
+
+    def run(*present):
+        present = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(present, plan.operands)]
+        return jax.shard_map(plan.local, mesh=mesh, in_specs=plan.operands, out_specs=plan.results, check_vma=False)(*present)  # fmt: skip
+
+    return run
 
 
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(kernel_p, functools.partial(_lower, platform=_platform), platform=_platform)
-mlir.register_lowering(kernel_p, functools.partial(_lower, platform="reference"))
+mlir.register_lowering(kernel_p, functools.partial(_lower, platform="reference"))  # any other: plain JAX
 
 
 def _batch(present, dims, *, call: _Call):

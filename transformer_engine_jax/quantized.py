@@ -144,7 +144,8 @@ def _attach_once(spec: QuantizerSpec, state: QuantizerState) -> Quantizer:
     double the scale, where adding up the reports is what is wanted.
     """
     leaf = state.scale
-    if not isinstance(leaf, jax.core.Tracer) or jax.sharding.get_abstract_mesh().manual_axes:
+    here = jax.sharding.get_abstract_mesh().manual_axes or jax.config.jax_check_tracer_leaks
+    if here or not isinstance(leaf, jax.core.Tracer):
         return Quantizer(*_attach(spec, state), spec)
     # Remembered on the trace itself, and so gone with it.
     trace = leaf._trace

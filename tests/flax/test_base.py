@@ -1,8 +1,8 @@
 """FP8 state through training: reuse, microbatches, transformations, bad batches, and modules that go unused."""
 
+import emulated
 import flax
 import flax.linen as nn
-import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,26 +132,26 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Three layers: as a scan, with remat, or one by one with names that end in their number."""
+    """Two layers: as a scan, with remat, or one by one with names that end in their number."""
 
     how: str
 
     @nn.compact
     def __call__(self, x):
         if self.how == "loop":
-            for i in range(3):
+            for i in range(2):
                 x, _ = Layer(name=f"layer_{i}")(x)
             return x
         layer = nn.remat(Layer) if "remat" in self.how else Layer
         if self.how == "remat":
-            for i in range(3):
+            for i in range(2):
                 x, _ = layer(name=f"layer_{i}")(x)
             return x
         scanned = nn.scan(
             layer,
             variable_axes={"params": 0, STATE_COLLECTION: 0},
             split_rngs={"params": True},
-            length=3,
+            length=2,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         return scanned(name="layers")(x, None)[0]
@@ -159,7 +159,7 @@ class Stack(nn.Module):
 
 def test_scan_and_remat_over_layers_are_the_loop():
     variables = steps.randomized(steps.init(Stack("loop"), X, rec=DELAYED))
-    stacked = jax.tree.map(lambda *a: jnp.stack(a), *[{c: v[f"layer_{i}"] for c, v in variables.items()} for i in range(3)])  # fmt: skip
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *[{c: v[f"layer_{i}"] for c, v in variables.items()} for i in range(2)])  # fmt: skip
     stacked = {c: {"layers": v} for c, v in stacked.items()}
     shapes = jax.eval_shape(lambda: stacked)
     with steps.autocast(DELAYED):
@@ -173,7 +173,7 @@ def test_scan_and_remat_over_layers_are_the_loop():
             for how in ("scan", "scan with remat"):
                 y_, (grads_, dx_) = steps.step(Stack(how).apply, stacked, X)
                 testing.assert_close((y_, dx_), (y, dx), 1e-6, how)
-                for i in range(3):
+                for i in range(2):
                     one = {c: jax.tree.map(lambda a, i=i: a[i], v["layers"]) for c, v in grads_.items()}
                     testing.assert_close(one, {c: v[f"layer_{i}"] for c, v in grads.items()}, 1e-6, f"{how} {i}")
             variables = {**variables, STATE_COLLECTION: grads[STATE_COLLECTION]}
@@ -313,5 +313,4 @@ def test_flax_train_state_overwrites_the_state_and_trains():
             state, loss = train(state)
             losses.append(float(loss))
     assert losses[-1] < 0.2 * losses[0], losses[::10]
-    assert train._cache_size() == 1
     assert int((state.params[STATE_COLLECTION]["gemm_1_x"].amax_history > 0).sum()) == DELAYED.amax_history_len

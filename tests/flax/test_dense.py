@@ -1,0 +1,284 @@
+"""DenseGeneral and LayerNormDenseGeneral: against Flax's layers, emulated FP8, parameters, shards and misuse."""
+
+from functools import partial
+
+import emulated
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+from emulated import BF16, F32, FLIP
+from jax.sharding import PartitionSpec as P
+from steps import CURRENT, DELAYED
+
+import transformer_engine_jax as te
+from transformer_engine_jax import testing
+from transformer_engine_jax.flax import STATE_COLLECTION, DenseGeneral, LayerNormDenseGeneral
+
+(X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 64)))
+X4 = X.reshape(4, 8, 4, 16)
+
+
+def gemm_roundings(variables, gemm: str = "gemm", rec=DELAYED):
+    state = variables[STATE_COLLECTION]
+    return emulated.roundings(rec, [float(state[f"{gemm}_{o}"].scale) for o in ("x", "kernel", "grad")])
+
+
+# --- Parameters --------------------------------------------------------------------------------------------------------
+
+AXES = dict(kernel_axes=("embed", "qkv", "heads"), bias_axes=("qkv", "heads"))
+LORA = dict(enable_low_rank_adaptation=True, low_rank_adaptation_dim=4)
+NORM = {"scale": ((64,), "float32", ("embed",)), "ln_bias": ((64,), "float32", ("embed",))}
+KERNEL = {"kernel": ((64, 3, 16), "float32", ("embed", "qkv", "heads"))}
+BIAS = {"bias": ((3, 16), "float32", ("qkv", "heads"))}
+
+
+@pytest.mark.parametrize(
+    "module, expected",
+    [
+        (DenseGeneral(features=(3, 16), **AXES), {**KERNEL, **BIAS}),
+        (DenseGeneral(features=(3, 16), use_bias=False, **AXES), KERNEL),
+        (DenseGeneral(features=5), {"kernel": ((64, 5), "float32", None), "bias": ((5,), "float32", None)}),
+        (DenseGeneral(features=5, dtype=jnp.bfloat16), {"kernel": ((64, 5), "bfloat16", None), "bias": ((5,), "bfloat16", None)}),
+        (DenseGeneral(features=5, dtype=jnp.bfloat16, param_dtype=jnp.float32, use_bias=False), {"kernel": ((64, 5), "float32", None)}),
+        (DenseGeneral(features=5, use_bias=False, **LORA), {
+            "kernel": ((64, 5), "float32", None),
+            "lora_a_kernel": ((64, 4), "float32", (None, "lora")),
+            "lora_b_kernel": ((4, 5), "float32", ("lora", None)),
+        }),
+        (LayerNormDenseGeneral(features=(3, 16), **AXES), {**NORM, **KERNEL}),
+        (LayerNormDenseGeneral(features=(3, 16), use_bias=True, layernorm_type="rmsnorm", **AXES),
+         {"scale": NORM["scale"], **KERNEL, **BIAS}),
+        (LayerNormDenseGeneral(features=(3, 16), enable_layernorm=False, **AXES), KERNEL),
+        (LayerNormDenseGeneral(features=(3, 16), scale_axes=("a",), ln_bias_axes=("b",), dtype=jnp.float16), {
+            "scale": ((64,), "float16", ("a",)), "ln_bias": ((64,), "float16", ("b",)),
+            "kernel": ((64, 3, 16), "float16", None),
+        }),
+        (LayerNormDenseGeneral(features=(3, 16), **AXES, **LORA), {
+            **NORM, **KERNEL,
+            "lora_a_kernel": ((64, 3, 4), "float32", (None, None, "lora")),
+            "lora_b_kernel": ((3, 4, 16), "float32", (None, "lora", None)),
+        }),
+    ],
+)  # fmt: skip
+def test_parameters(module, expected):
+    shapes = jax.eval_shape(partial(module.init, jax.random.key(0)), X)
+    assert steps.layout(shapes) == expected
+
+
+@pytest.mark.parametrize("module", [DenseGeneral, LayerNormDenseGeneral])
+def test_state_is_one_quantizer_for_each_operand(module):
+    with steps.autocast(DELAYED):
+        shapes = jax.eval_shape(partial(module(features=(3, 16)).init, jax.random.key(0)), X)
+    assert set(shapes[STATE_COLLECTION]) == {"gemm_x", "gemm_kernel", "gemm_grad"}
+    for state in shapes[STATE_COLLECTION].values():
+        assert (state.scale.shape, state.amax_history.shape) == ((), (4,))
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32"}
+
+
+@pytest.mark.parametrize("axis, fan_in", [(-1, 16), ((-2, -1), 64)])
+def test_initial_variance_is_one_over_what_is_contracted(axis, fan_in):
+    kernel = steps.init(DenseGeneral(features=(3, 64), axis=axis), X4)["params"]["kernel"]
+    # A variance estimated from n numbers is off by sqrt(2 / n), here up to 4 %; three times that.
+    assert abs(float(kernel.var()) * fan_in - 1) < 0.12
+
+
+# --- Values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis, features", [(-1, 5), (-1, (3, 5)), ((-2, -1), 5), ((2, 3), (3, 5)), (1, 5), ((0, -1), 5)])  # fmt: skip
+def test_dense_is_flax(axis, features):
+    module = DenseGeneral(features=features, axis=axis)
+    theirs = nn.DenseGeneral(features=features, axis=axis)
+    variables = steps.randomized(steps.init(module, X4))
+    assert steps.layout(variables) == steps.layout(steps.init(theirs, X4))
+    testing.assert_close(steps.step(module.apply, variables, X4), steps.step(theirs.apply, variables, X4), F32)
+
+
+def plain_layernorm_dense(variables, x, *, zero_centered=False, epsilon=1e-6, roundings=None):
+    p = variables["params"]
+    if "scale" in p:
+        x = emulated.norm(x, p["scale"], p.get("ln_bias"), epsilon=epsilon, zero_centered_gamma=zero_centered)
+    return emulated.dense(x, p["kernel"], p.get("bias"), roundings=roundings), x
+
+
+@pytest.mark.parametrize("returned", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"use_bias": True, "layernorm_type": "rmsnorm", "zero_centered_gamma": True},
+        {"zero_centered_gamma": True, "epsilon": 1e-2},
+        {"enable_layernorm": False},
+    ],
+    ids=["layernorm", "zero-centred rmsnorm", "zero-centred layernorm", "no norm"],
+)
+def test_layernorm_dense_is_its_stages(fields, returned):
+    module = LayerNormDenseGeneral(features=(3, 16), return_layernorm_output=returned, **fields)
+    options = dict(zero_centered=fields.get("zero_centered_gamma", False), epsilon=fields.get("epsilon", 1e-6))
+    x = 2 * X + 1
+    variables = steps.randomized(steps.init(module, x, rec=DELAYED))
+    for rec in (None, DELAYED):
+        roundings = None
+        if rec:
+            with steps.autocast(rec):
+                variables = steps.settle(module.apply, variables, x)
+            roundings = gemm_roundings(variables)
+
+        def plain(variables, x, roundings=roundings):
+            y, normed = plain_layernorm_dense(variables, x, roundings=roundings, **options)
+            return y, normed if returned else None
+
+        with steps.autocast(rec):
+            (y, normed), (grads, dx) = steps.step(module.apply, variables, x)
+        (y_, normed_), (grads_, dx_) = steps.step(plain, variables, x)
+        assert (normed is not None) == returned
+        bound = FLIP if rec else F32
+        testing.assert_close((y, normed, dx, grads["params"]), (y_, normed_, dx_, grads_["params"]), bound, str(rec))
+
+
+@pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_dense_in_fp8_is_the_emulated_one(rec):
+    module = DenseGeneral(features=(3, 16), axis=(-2, -1))
+    variables = steps.randomized(steps.init(module, X4, rec=rec))
+    with steps.autocast(rec):
+        if rec.stateful:
+            variables = steps.settle(module.apply, variables, X4)
+        y, (grads, dx) = steps.step(module.apply, variables, X4)
+    roundings = gemm_roundings(variables) if rec.stateful else emulated.roundings(rec)
+    plain = lambda v, x: emulated.dense(x, v["params"]["kernel"], v["params"]["bias"], k_axes=2, roundings=roundings)  # noqa: E731
+    y_, (grads_, dx_) = steps.step(plain, variables, X4)
+    testing.assert_close((y, dx, grads["params"]), (y_, dx_, grads_["params"]), F32)
+
+
+def test_bf16_inputs_and_dtypes():
+    x = X.astype(jnp.bfloat16)
+    for fields, param in (({"dtype": jnp.bfloat16}, jnp.bfloat16), ({}, jnp.float32)):
+        module = DenseGeneral(features=5, **fields)
+        variables = steps.init(module, x, rec=CURRENT)
+        for rec in (None, CURRENT):
+            with steps.autocast(rec):
+                y, (grads, dx) = steps.step(module.apply, variables, x)
+            assert (y.dtype, dx.dtype, grads["params"]["kernel"].dtype) == (jnp.bfloat16, jnp.bfloat16, param)
+    module = DenseGeneral(features=5, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    assert module.apply(steps.init(module, X), X).dtype == jnp.bfloat16
+
+
+def test_return_bias_leaves_it_out():
+    module, whole = DenseGeneral(features=5, return_bias=True), DenseGeneral(features=5)
+    variables = steps.randomized(steps.init(module, X))
+    y, bias = module.apply(variables, X)
+    testing.assert_same_bytes(bias, variables["params"]["bias"])
+    testing.assert_close(y + bias, whole.apply(variables, X), F32)
+    assert DenseGeneral(features=5, return_bias=True, use_bias=False).apply({"params": {"kernel": variables["params"]["kernel"]}}, X)[1] is None  # fmt: skip
+
+
+def test_depth_scaling_divides():
+    variables = steps.init(LayerNormDenseGeneral(features=5), X)
+    y = LayerNormDenseGeneral(features=5).apply(variables, X)[0]
+    testing.assert_close(LayerNormDenseGeneral(features=5, depth_scaling=4.0).apply(variables, X)[0], y / 4, F32)
+
+
+@pytest.mark.parametrize("alpha", [None, 8.0])
+def test_low_rank_adaptation_adds_a_b(alpha):
+    x = X4
+    module = DenseGeneral(features=(3, 16), axis=(-2, -1), low_rank_adaptation_alpha=alpha, **LORA)
+    variables = steps.init(module, x)
+    assert not np.asarray(variables["params"]["lora_b_kernel"]).any(), "starts as the kernel alone"
+    variables = steps.randomized(variables)
+
+    def plain(variables, x):
+        p = variables["params"]
+        a, b = p["lora_a_kernel"].reshape(64, 3, 4), p["lora_b_kernel"]
+        low = jnp.einsum("bsk,kqr,qrn->bsqn", x.reshape(4, 8, 64), a, b, precision="highest")
+        return emulated.dense(x, p["kernel"], p["bias"], k_axes=2) + low * (1.0 if alpha is None else alpha / 4)
+
+    testing.assert_close(steps.step(module.apply, variables, x), steps.step(plain, variables, x), F32)
+
+
+def test_checkpoint_name_is_seen():
+    module = DenseGeneral(features=5, quantization_checkpoint_name="mine")
+    variables = steps.init(module, X)
+    assert "name=mine" in str(jax.make_jaxpr(module.apply)(variables, X))
+
+
+# --- Shards ------------------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """A column-parallel and a row-parallel product, as tensor parallelism pairs them."""
+
+    @nn.compact
+    def __call__(self, x):
+        column = DenseGeneral(features=32, kernel_axes=("embed", "mlp"), bias_axes=("mlp",), name="column")
+        row = DenseGeneral(features=64, kernel_axes=("mlp", "embed"), bias_axes=("embed",), name="row")
+        return row(nn.relu(column(x)))
+
+
+RESOURCES = {
+    "dp and tp": te.MeshResource(dp_resource="data", tp_resource="model"),
+    "fsdp and tp": te.MeshResource(fsdp_resource="data", tp_resource="model"),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("resource", RESOURCES.values(), ids=list(RESOURCES))
+def test_sharded_is_unsharded(resource, explicit):
+    boxed = steps.init(Pair(), X, rec=DELAYED, unbox=False)
+    variables = steps.randomized(nn.unbox(boxed))
+    boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
+    for rec in (None, DELAYED):
+        with steps.autocast(rec):
+            expected = jax.device_get(steps.step(Pair().apply, variables, X))
+        with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=resource):
+            placed = steps.place(mesh, boxed, resource)
+            kernel = placed["params"]["column"]["kernel"]
+            assert kernel.addressable_shards[0].data.shape == (64 // (4 if resource.fsdp_resource else 1), 16)
+            x = testing.shard(mesh, X, P("data"))
+            got = jax.device_get(steps.step(Pair().apply, placed, x))
+        testing.assert_close(got, expected, FLIP if rec else F32)
+        if rec:
+            got, expected = (g[1][0][STATE_COLLECTION] for g in (got, expected))
+            inputs = lambda s: (s["column"]["gemm_x"], s["column"]["gemm_kernel"], s["row"]["gemm_kernel"], s["row"]["gemm_grad"])  # noqa: E731, E501  # fmt: skip
+            testing.assert_same_bytes(inputs(got), inputs(expected))
+
+
+# --- Misuse ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module, message",
+    [
+        (DenseGeneral(), "features: expected positive sizes, got 0"),
+        (DenseGeneral(features=(3, -1)), r"features: expected positive sizes, got \(3, -1\)"),
+        (DenseGeneral(features=5, axis=3), r"axis: expected distinct axes of x\[4, 8, 64\], got 3"),
+        (DenseGeneral(features=5, axis=(-1, 2)), r"axis: expected distinct axes of x\[4, 8, 64\], got \(-1, 2\)"),
+        (DenseGeneral(features=5, kernel_axes=("embed",)), r"kernel: expected 2 logical axes for the shape \(64, 5\)"),
+        (DenseGeneral(features=5, input_axes=("batch",)), r"expected 3 logical axes for x\[4, 8, 64\], got \('batch',\)"),
+        (LayerNormDenseGeneral(features=5, axis=(-2, -1)), r"axis: expected -1, the axis of the norm, got \(-2, -1\)"),
+        (LayerNormDenseGeneral(features=5, layernorm_type="rms"), "expected 'layernorm' or 'rmsnorm', got 'rms'"),
+        (LayerNormDenseGeneral(features=0), "features: expected positive sizes, got 0"),
+    ],
+)
+def test_misuse_is_named(module, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(partial(module.init, jax.random.key(0)), X)
+
+
+def test_inputs_of_another_width_than_at_init():
+    module = DenseGeneral(features=5)
+    with pytest.raises((ValueError, nn.errors.ScopeParamShapeError), match=r"kernel"):
+        module.apply(steps.init(module, X), X[..., :32])
+
+
+def test_bf16_layernorm_dense_is_near():
+    x = (2 * X + 1).astype(jnp.bfloat16)
+    module = LayerNormDenseGeneral(features=(3, 16), use_bias=True)
+    variables = steps.randomized(steps.init(module, x))
+    (y, _), (grads, dx) = steps.step(module.apply, variables, x)
+    y_, (grads_, dx_) = steps.step(lambda v, x: plain_layernorm_dense(v, x)[0], variables, x.astype(jnp.float32))
+    assert (y.dtype, dx.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    testing.assert_close((y, dx, grads), (y_, dx_, grads_), 4 * BF16)
