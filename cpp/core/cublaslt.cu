@@ -155,7 +155,7 @@ struct Plan {
 // The alignment, up to 256 bytes, that all of a product's matrices have.
 int64_t alignment(const CublasLtProduct& p) {
   uintptr_t bits = 256;
-  for (const void* pointer : {p.a, p.b, p.c, p.bias, static_cast<const void*>(p.d)}) {
+  for (const void* pointer : {p.a, p.b, p.c, static_cast<const void*>(p.d)}) {
     bits |= reinterpret_cast<uintptr_t>(pointer);
   }
   return static_cast<int64_t>(bits & (~bits + 1));

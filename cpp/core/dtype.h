@@ -11,8 +11,9 @@
 
 #include "core/ffi.h"
 
-// Hot loops are compiled for several instruction sets; the loader picks one (GNU ifunc).
-#if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__) && !defined(TE_CUDA)
+// Hot loops are compiled for several instruction sets; the loader picks one (GNU ifunc; clang has no clones of
+// templates, and compiles for the one set that it is told).
+#if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__) && !defined(__clang__) && !defined(TE_CUDA)
 #define TE_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define TE_SIMD

@@ -191,8 +191,8 @@ Check plan(const GemmOperands& in, Out& d, Out& amax, Out& workspace, const Gemm
   p.a = call.a.data, p.a_dtype = call.a.dtype;
   p.b = call.b.data, p.b_dtype = call.b.dtype;
   p.d = call.d.data, p.d_dtype = call.d.dtype;
-  Cutter workspace_cutter(workspace);
-  call.scratch = workspace_cutter.cut(kCublasLtScratch);
+  Cutter cutter(workspace);
+  call.scratch = cutter.cut(kCublasLtScratch);
   if (call.fused) {
     p.a_scale_inv = data_or_null<void>(in.a_scale_inv);
     p.b_scale_inv = data_or_null<void>(in.b_scale_inv);
@@ -203,20 +203,22 @@ Check plan(const GemmOperands& in, Out& d, Out& amax, Out& workspace, const Gemm
     if (present(in.bias)) {
       p.bias = in.bias.untyped_data();
       p.bias_dtype = bias_dtype(p.a_dtype, p.c_dtype, p.d_dtype);
-      if (in.bias.element_type() != p.bias_dtype) p.bias = call.bias = workspace_cutter.cut(4 * s.n);
+      if (in.bias.element_type() != p.bias_dtype) p.bias = call.bias = cutter.cut(4 * s.n);
     }
   } else {
-    call.sums = static_cast<float*>(call.d.dtype == DType::F32 ? p.d : workspace_cutter.cut(4 * s.m * s.n));
+    check.that(absent(in.c) || in.c.untyped_data() != p.d, "c",
+               "a buffer of its own for this mixture of dtypes and sizes", "d's buffer");
+    call.sums = static_cast<float*>(call.d.dtype == DType::F32 ? p.d : cutter.cut(4 * s.m * s.n));
     if (fp8) {
-      p.a = call.a_bf16 = static_cast<bf16*>(workspace_cutter.cut(2 * s.m * s.k));
-      p.b = call.b_bf16 = static_cast<bf16*>(workspace_cutter.cut(2 * s.n * s.k));
+      p.a = call.a_bf16 = static_cast<bf16*>(cutter.cut(2 * s.m * s.k));
+      p.b = call.b_bf16 = static_cast<bf16*>(cutter.cut(2 * s.n * s.k));
       p.a_dtype = p.b_dtype = DType::BF16;
     }
     p.d = call.sums;
     p.d_dtype = p.c_dtype = DType::F32;
     p.split_accumulator = false;
   }
-  check_workspace(check, workspace, workspace_cutter.used());
+  check_workspace(check, workspace, cutter.used());
   return check;
 }
 

@@ -32,10 +32,17 @@ def init(module: nn.Module, *args, rec=None, unbox: bool = True, **kwargs):
 
 
 def randomized(variables, seed: int = 0):
-    """Variables whose zeros and ones are not: parameters get noise, so that biases and gammas count."""
+    """Variables whose zeros and ones are not: parameters get noise, so that biases and gammas count.
+
+    Kernels get little, lest attention become a choice of one key, where each rounding counts many times.
+    """
     rng = np.random.default_rng(seed)
-    noisy = lambda p: p + jnp.asarray(0.2 * rng.standard_normal(p.shape).astype(p.dtype))  # noqa: E731
-    return {**variables, "params": jax.tree.map(noisy, variables["params"])}
+
+    def noisy(path, p):
+        size = 0.2 / np.sqrt(p.shape[0]) if "kernel" in path[-1].key else 0.2
+        return p + jnp.asarray((size * rng.standard_normal(p.shape)).astype(p.dtype))
+
+    return {**variables, "params": jax.tree_util.tree_map_with_path(noisy, variables["params"])}
 
 
 def loss(out):

@@ -3,6 +3,7 @@
 from functools import partial
 
 import emulated
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -270,7 +271,7 @@ def test_misuse_is_named(module, message):
 
 def test_inputs_of_another_width_than_at_init():
     module = DenseGeneral(features=5)
-    with pytest.raises((ValueError, nn.errors.ScopeParamShapeError), match=r"kernel"):
+    with pytest.raises((ValueError, flax.errors.ScopeParamShapeError), match=r"kernel"):
         module.apply(steps.init(module, X), X[..., :32])
 
 

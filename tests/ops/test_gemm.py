@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.gemm import gemm
+from transformer_engine_jax.testing import assert_close, check_kernel
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
@@ -217,6 +219,25 @@ def test_several_axes_and_jit():
 
     expected = np.einsum("xymk,nzmk->xynz", f64(a), f64(b)) + f64(bias)
     np.testing.assert_allclose(product(a, b, bias), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharded", ["m", "n", "k", "mn", "mk"])
+@pytest.mark.parametrize("result", [F32, BF16, E4M3], ids=["f32", "bf16", "e4m3"])
+def test_jit_vmap_and_shards(sharded, result):
+    """Where k is sharded, bias and c count once; an FP8 result or an amax needs all of k on each device."""
+    a, b, *scales, bias, c, d_scale = operands(Case(16, 32, 64, E5M2, E4M3, result, BF16, F32))
+    a, c = a.reshape(4, 4, 64), c.reshape(4, 4, 32)
+    m, n, k = ({"m": "data", "n": "model", "k": "model"}[axis] if axis in sharded else None for axis in "mnk")
+    specs = [P(m, None, k), P(n, k), P(), P(), P(n), P(m, None, n), P()]
+    # One rounding of the result, and the sums' order (a GPU's FP8 sums are the coarsest).
+    bound = ROUNDOFF[result][0] * (3 if "k" in sharded else 1) + 2**-12
+
+    def compare(got, expected):
+        assert_close(jax.tree.map(lambda x: x.astype(F32), got), jax.tree.map(lambda x: x.astype(F32), expected), bound)
+
+    for amax in (False, True):
+        attributes = dict(dtype=result, amax=amax)
+        check_kernel(gemm, [a, b, *scales, bias, c, d_scale], attributes, compare, specs=specs)
 
 
 @pytest.mark.parametrize("batched", ["a", "b", "both"])

@@ -19,7 +19,13 @@ from transformer_engine_jax.ops.rope import rope, rope_frequencies
 
 MASK_TYPES = ("no_mask", "padding", "causal", "padding_causal", "causal_padding")
 BIAS_TYPES = (None, "no_bias", "pre_scale_bias", "post_scale_bias")
+SCOPES = ("none", "all", *(f"{how}{what}" for how in ("", "exclude_") for what in ("qkv_proj", "output_proj", "mlp")))
 LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd")
+
+
+def adapts(scope: str, projection: str) -> bool:
+    """Whether a low_rank_adaptation_scope, one of SCOPES, gives this projection its LoRA branch."""
+    return scope in ("all", projection) or (scope.startswith("exclude_") and scope != f"exclude_{projection}")
 
 
 def _one_of(module: nn.Module, field: str, allowed: Sequence, note: str = "") -> None:
@@ -64,6 +70,7 @@ class DotProductAttention(nn.Module):
         """
         self._check(sequence_descriptor, bias, mask)
         query, key, value = self._unpack(query, key, value)
+        self._check_heads(query, key, value)
         if self.transpose_batch_sequence:
             query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
         dropping = self.attention_dropout > 0 and not deterministic
@@ -87,7 +94,8 @@ class DotProductAttention(nn.Module):
         _one_of(self, "attn_bias_type", BIAS_TYPES)
         _one_of(self, "qkv_layout", LAYOUTS, " (packed sequences are not available yet)")
         _one_of(self, "softmax_type", ("vanilla",), " (not available yet)")
-        _one_of(self, "context_parallel_axis", ("",), " (context parallelism is not available yet)")
+        for field, default in (("axis", ""), ("strategy", "DEFAULT"), ("causal_load_balanced", False)):
+            _one_of(self, f"context_parallel_{field}", (default,), " (context parallelism is not available yet)")
         if sequence_descriptor is not None or self.score_mod is not None or self.max_segments_per_seq != 1:
             raise ValueError(
                 f"{type(self).__name__}: sequence_descriptor, score_mod and max_segments_per_seq are not available "
@@ -101,6 +109,13 @@ class DotProductAttention(nn.Module):
             warnings.warn(f"{type(self).__name__}: mask= is ignored with attn_mask_type={self.attn_mask_type!r}", stacklevel=3)  # fmt: skip
         if bias is not None and self.attn_bias_type == "no_bias":
             raise ValueError(f"{type(self).__name__}: attn_bias_type='no_bias' but a bias was given")
+
+    def _check_heads(self, query, key, value) -> None:
+        groups = self.num_gqa_groups or self.num_attention_heads
+        for name, x, heads in (("query", query, self.num_attention_heads), ("key", key, groups), ("value", value, groups)):
+            size = x.shape[-1] if name == "value" else self.head_dim
+            if x.ndim != 4 or x.shape[2:] != (heads, size):
+                raise ValueError(f"{type(self).__name__}: {name}: expected [B, S, {heads}, {size}], got {list(x.shape)}")
 
     def _unpack(self, query, key, value):
         if self.qkv_layout == "bs3hd":
@@ -153,13 +168,20 @@ class MultiHeadAttention(nn.Module):
     score_mod: Callable | None = None
 
     @nn.compact
-    def __call__(self, inputs_q, inputs_kv, mask=None, bias=None, *, decode: bool = False, deterministic: bool = False):
-        """inputs_q [B, Sq, h], inputs_kv [B, Sk, h] -> ([B, Sq, h], normed inputs_q or None)."""
-        _one_of(self, "low_rank_adaptation_scope",
-                ("none", "all", "qkv_proj", "output_proj", "exclude_qkv_proj", "exclude_output_proj"))  # fmt: skip
+    def __call__(
+        self, inputs_q, inputs_kv=None, mask=None, bias=None, *, decode: bool = False, deterministic: bool = False
+    ):
+        """inputs_q [B, Sq, h], inputs_kv [B, Sk, h] -> ([B, Sq, h], normed inputs_q or None).
+
+        Self-attention, whose projections are fused, where inputs_kv is None or the very object that inputs_q is.
+        """
+        _one_of(self, "low_rank_adaptation_scope", SCOPES)
+        _one_of(self, "enable_sequence_parallel", (False,), " (not available yet)")
         if decode:
             raise ValueError("MultiHeadAttention: decode=True, a KV cache, is not available yet")
+        is_self = inputs_kv is None or inputs_kv is inputs_q
         inputs_q = jnp.asarray(inputs_q)
+        inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         query, key, value, normed = self._project(inputs_q, inputs_kv)
 
         def heads(x, count):
@@ -193,7 +215,7 @@ class MultiHeadAttention(nn.Module):
             use_bias=self.use_bias,
             bias_init=self.bias_init,
             bias_axes=("embed",),
-            enable_low_rank_adaptation=self.low_rank_adaptation_scope in ("all", "output_proj", "exclude_qkv_proj"),
+            enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, "output_proj"),
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
@@ -224,8 +246,7 @@ class MultiHeadAttention(nn.Module):
                 use_bias=self.use_bias,
                 bias_init=self.bias_init,
                 bias_axes=("qkv", "heads") if stacked else ("heads",),
-                enable_low_rank_adaptation=self.low_rank_adaptation_scope
-                in ("all", "qkv_proj", "exclude_output_proj"),
+                enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, "qkv_proj"),
                 low_rank_adaptation_dim=self.low_rank_adaptation_dim,
                 low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
                 dtype=self.dtype,

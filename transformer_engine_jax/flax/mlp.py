@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import Fp8Module, default_kernel_init, flat_kernel_init
-from transformer_engine_jax.ops.activation import activation
+from transformer_engine_jax.flax.base import Fp8Module, canonical_tuple, default_kernel_init, flat_kernel_init
+from transformer_engine_jax.ops.activation import activation, fused_name
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import norm
@@ -69,8 +69,12 @@ class LayerNormMLP(Fp8Module):
             raise ValueError("LayerNormMLP.activation_params: expected None, only clamped activations take any")
         if self.axis not in (-1, x.ndim - 1, (-1,)):
             raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
+        if self.intermediate_dim < 1:
+            raise ValueError(f"LayerNormMLP.intermediate_dim: expected a positive size, got {self.intermediate_dim}")
+        activations = canonical_tuple(self.activations)
+        fused_name(activations)  # raises where one is unknown, or none given
         x = constrain(jnp.asarray(x), self.layernorm_input_axes)
-        hidden, count = x.shape[-1], len(self.activations)
+        hidden, count = x.shape[-1], len(activations)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
         gamma = beta = None
         if self.enable_layernorm:
@@ -86,7 +90,7 @@ class LayerNormMLP(Fp8Module):
         normed = None
         if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
             y = layernorm_mlp(
-                x, gamma, beta, kernels, biases, activations=tuple(self.activations), norm_options=options,
+                x, gamma, beta, kernels, biases, activations=activations, norm_options=options,
                 quantizers=None if first is None else (first, second), names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
             )  # fmt: skip
         else:
@@ -117,7 +121,7 @@ class LayerNormMLP(Fp8Module):
             return y
 
         z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
-        a = activation(z, tuple(self.activations))
+        a = activation(z, canonical_tuple(self.activations))
         if dropout:
             a = nn.Dropout(
                 self.intermediate_dropout_rate,

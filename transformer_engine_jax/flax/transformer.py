@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
+from transformer_engine_jax.flax.attention import MultiHeadAttention, RelativePositionBiases, adapts
 from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.flax.mlp import LayerNormMLP
 from transformer_engine_jax.sharding import constrain
@@ -147,7 +147,7 @@ class TransformerLayer(nn.Module):
             intermediate_dropout_rng_name=self.dropout_rng_name,
             intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            enable_low_rank_adaptation=self.low_rank_adaptation_scope in ("all", "mlp", "exclude_qkv_proj", "exclude_output_proj"),  # fmt: skip
+            enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, "mlp"),
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,

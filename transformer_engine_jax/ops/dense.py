@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.kernel import differentiable
 from transformer_engine_jax.ops.gemm import gemm
@@ -89,6 +90,20 @@ def _backward(static: Dense, saved: Saved, dy):
 _fp8_dense = differentiable(_forward, _backward)
 
 
+def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
+    """On a mesh of explicit axes: the rows as x's, the columns as the kernel's, sums over shards done."""
+    rows, columns = jax.typeof(x).sharding, jax.typeof(kernel).sharding
+    mesh = columns.mesh if rows.mesh.empty else rows.mesh
+    if mesh.empty or not mesh.explicit_axes:
+        return None
+    spec, used = [], set()
+    for entry in (*rows.spec[: x.ndim - k_axes], *columns.spec[k_axes:]):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        spec.append(entry if axes and not used.intersection(axes) else None)
+        used.update(axes)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
 def check_dense(op: str, x, kernel, bias, k_axes: int) -> None:
     """ValueError where the shapes of a dense op do not fit."""
     if not 1 <= k_axes < kernel.ndim or x.ndim < k_axes:
@@ -120,7 +135,10 @@ def dense(x, kernel, bias=None, *, k_axes: int = 1, quantizers: GemmQuantizers |
     if quantizers is not None:
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
     contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
-    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())))
+    sharding = _product_sharding(x, kernel, k_axes)
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())), out_sharding=sharding)
     if bias is not None:
+        if sharding is not None:
+            bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))
         y = y + jnp.asarray(bias, y.dtype)
     return y if quantizers is None else watch_gradient(y, quantizers.grad)

@@ -1,0 +1,1 @@
+"""What the README claims, as commands: `python -m benchmarks layer --config gpt`."""

@@ -1,0 +1,60 @@
+"""Attention in plain JAX, written independently of the library: what its modules must equal."""
+
+from __future__ import annotations
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def plain_attention(query, key, value, *, scale, causal=False, mask=None, bias=None, window=None):
+    """Softmax attention in f32 on [B, S, heads, D]."""
+    repeats = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, precision="highest") * scale
+    logits = logits if bias is None else logits + bias
+    offset = np.arange(key.shape[1])[None, :] - np.arange(query.shape[1])[:, None]
+    hidden = np.zeros(offset.shape, bool) | (causal & (offset > 0))
+    if window is not None:
+        hidden = hidden | (offset < -window[0])
+    hidden = jnp.asarray(hidden)[None, None] | (False if mask is None else mask)
+    weights = jax.nn.softmax(jnp.where(hidden, -jnp.inf, logits), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value, precision="highest")
+
+
+def turned(x, *, group, windows=(1, 10000)):
+    """x[B, S, heads, D], its pairs of features rotated by matrices."""
+    d = x.shape[-1]
+    wavelength = windows[0] * (windows[1] / windows[0]) ** (np.arange(0, d, 2) / d)
+    angle = np.arange(x.shape[1])[:, None] / wavelength
+    matrix = np.zeros((x.shape[1], d, d))
+    for i in range(d // 2):
+        a, b = (2 * i, 2 * i + 1) if group == "consecutive" else (i, i + d // 2)
+        matrix[:, a, a] = matrix[:, b, b] = np.cos(angle[:, i])
+        matrix[:, b, a], matrix[:, a, b] = np.sin(angle[:, i]), -np.sin(angle[:, i])
+    return jnp.einsum("sde,bshe->bshd", jnp.asarray(matrix, jnp.float32), x, precision="highest")
+
+
+def plain_mha(variables, x, source=None, *, groups=4, rope=None, scale=1.0, zero_centered=False, roundings=None, heads=4, **attention):  # fmt: skip
+    """(out, normed x), whichever way the projections are stored."""
+    p = variables["params"]
+    rounding = roundings or {}
+    first = p["qkv"] if "qkv" in p else p["query"]
+    normed = x
+    if "scale" in first:
+        normed = emulated.norm(x, first["scale"], first.get("ln_bias"), zero_centered_gamma=zero_centered)
+    source = normed if source is None else source
+    product = lambda name, x: emulated.dense(x, p[name]["kernel"], p[name].get("bias"), roundings=rounding.get(name))  # noqa: E731, E501  # fmt: skip
+    if "qkv" in p:
+        q, k, v = jnp.unstack(product("qkv", normed), axis=-2)
+    elif "kv" in p:
+        kv = product("kv", source)
+        q, k, v = product("query", normed), kv[..., 0, :], kv[..., 1, :]
+    else:
+        q, k, v = product("query", normed), product("key", source), product("value", source)
+    q, k, v = (t.reshape(*t.shape[:2], n, -1) for t, n in ((q, heads), (k, groups), (v, groups)))
+    if rope:
+        q, k = turned(q, group=rope), turned(k, group=rope)
+    context = plain_attention(q, k, v, scale=scale, **attention)
+    return product("out", context.reshape(*x.shape[:2], -1)), normed

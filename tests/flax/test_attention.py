@@ -1,0 +1,315 @@
+"""DotProductAttention, MultiHeadAttention and RelativePositionBiases against plain forms of them."""
+
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+from emulated import BF16, F32, FLIP
+from plain import plain_attention, plain_mha
+from steps import CURRENT, DELAYED
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.flax import (
+    STATE_COLLECTION,
+    DotProductAttention,
+    MultiHeadAttention,
+    RelativePositionBiases,
+)
+
+B, S, H, D = 2, 16, 4, 16
+HIDDEN = H * D
+Q, K, V, BIAS = (jnp.asarray(a) for a in emulated.normal(0, (B, S, H, D), (B, S, H, D), (B, S, H, D), (1, H, S, S)))
+X, Y = (jnp.asarray(a) for a in emulated.normal(1, (B, S, HIDDEN), (B, S, HIDDEN)))
+PADDING = jnp.asarray(np.arange(S)[None, None, None, :] >= np.array([S, 10])[:, None, None, None])  # True: masked out
+
+
+# --- DotProductAttention -----------------------------------------------------------------------------------------------
+
+DPA = partial(DotProductAttention, head_dim=D, num_attention_heads=H)
+
+
+@pytest.mark.parametrize(
+    "fields, call, expected",
+    [
+        ({}, {}, dict(scale=0.25, causal=True)),
+        ({"attn_mask_type": "no_mask", "scale_factor": 0.5}, {}, dict(scale=0.5)),
+        ({"attn_mask_type": "padding"}, {"mask": PADDING}, dict(scale=0.25, mask=PADDING)),
+        ({"attn_mask_type": "padding_causal"}, {"mask": PADDING}, dict(scale=0.25, mask=PADDING, causal=True)),
+        ({"attn_mask_type": "causal_padding"}, {"mask": PADDING}, dict(scale=0.25, mask=PADDING, causal=True)),
+        ({"window_size": (3, 0)}, {}, dict(scale=0.25, causal=True, window=(3, 0))),
+        ({}, {"bias": BIAS}, dict(scale=0.25, causal=True, bias=BIAS)),
+        ({"attn_bias_type": "post_scale_bias"}, {"bias": BIAS}, dict(scale=0.25, causal=True, bias=BIAS)),
+        ({"attn_bias_type": "pre_scale_bias"}, {"bias": BIAS}, dict(scale=0.25, causal=True, bias=BIAS * 0.25)),
+        ({"num_gqa_groups": 2}, {}, dict(scale=0.25, causal=True)),
+    ],
+    ids=["causal", "no mask", "padding", "padding causal", "causal padding", "window", "bias", "post scale bias",
+         "pre scale bias", "GQA"],
+)  # fmt: skip
+def test_attention_is_the_formula(fields, call, expected):
+    groups = fields.get("num_gqa_groups", H)
+    args = (Q, K[:, :, :groups], V[:, :, :groups])
+    module = lambda q, k, v: DPA(**fields).apply({}, q, k, v, **call)  # noqa: E731
+    testing.assert_close(steps.step(module, *args), steps.step(partial(plain_attention, **expected), *args), F32)
+
+
+def test_layouts_and_transposed_inputs_are_the_same_attention():
+    expected = DPA().apply({}, Q, K, V)
+    packed = DPA(qkv_layout="bs3hd").apply({}, jnp.stack([Q, K, V], axis=2))
+    kv_packed = DPA(qkv_layout="bshd_bs2hd").apply({}, Q, jnp.stack([K, V], axis=2))
+    turned = DPA(transpose_batch_sequence=True).apply({}, *(jnp.swapaxes(x, 0, 1) for x in (Q, K, V)))
+    for got in (packed, kv_packed, jnp.swapaxes(turned, 0, 1)):
+        testing.assert_close(got, expected, F32)
+
+
+def test_attention_dropout_is_seeded_and_off_when_deterministic():
+    module = DPA(attention_dropout=0.5, dropout_rng_name="mine")
+    run = jax.jit(lambda key: module.apply({}, Q, K, V, rngs={"mine": key}))
+    one, again, other = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
+    testing.assert_same_bytes(one, again)
+    assert testing.relative_error(one, other) > 0.3
+    testing.assert_same_bytes(module.apply({}, Q, K, V, deterministic=True), DPA().apply({}, Q, K, V))
+
+
+@pytest.mark.parametrize(
+    "fields, call, message",
+    [
+        ({"attn_mask_type": "causal_bottom_right"}, {}, "attn_mask_type: expected one of"),
+        ({"attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs mask="),
+        ({"attn_bias_type": "alibi"}, {}, "attn_bias_type: expected one of"),
+        ({"attn_bias_type": "no_bias"}, {"bias": BIAS}, "attn_bias_type='no_bias' but a bias was given"),
+        ({"qkv_layout": "thd_thd_thd"}, {}, "qkv_layout: expected one of .*packed sequences are not available yet"),
+        ({"softmax_type": "learnable"}, {}, "softmax_type: expected one of .*not available yet"),
+        ({"context_parallel_axis": "cp"}, {}, "context_parallel_axis: expected one of .*not available yet"),
+        ({"context_parallel_strategy": "RING"}, {}, "context_parallel_strategy: expected one of .*not available yet"),
+        ({"context_parallel_causal_load_balanced": True}, {}, "context_parallel_causal_load_balanced: expected one of .*not available yet"),
+        ({"score_mod": lambda s: s}, {}, "score_mod .*not available yet"),
+        ({"max_segments_per_seq": 2}, {}, "max_segments_per_seq .*not available yet"),
+        ({}, {"sequence_descriptor": Q}, "sequence_descriptor.*not available yet"),
+        ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
+        ({"num_attention_heads": 8}, {}, r"query: expected \[B, S, 8, 16\], got \[2, 16, 4, 16\]"),
+        ({"head_dim": 32}, {}, r"query: expected \[B, S, 4, 32\], got \[2, 16, 4, 16\]"),
+        ({"num_gqa_groups": 2}, {}, r"key: expected \[B, S, 2, 16\], got \[2, 16, 4, 16\]"),
+    ],
+)
+def test_attention_misuse_is_named(fields, call, message):
+    with pytest.raises(ValueError, match=message):
+        DotProductAttention(**{"head_dim": D, "num_attention_heads": H, **fields}).apply({}, Q, K, V, **call)
+
+
+def test_a_mask_that_would_be_ignored_is_warned_about():
+    with pytest.warns(UserWarning, match="mask= is ignored with attn_mask_type='causal'"):
+        DPA().apply({}, Q, K, V, mask=PADDING)
+
+
+# --- MultiHeadAttention ------------------------------------------------------------------------------------------------
+
+MHA = partial(MultiHeadAttention, head_dim=D, num_attention_heads=H)
+
+
+MHA_CASES = {
+    "fused": ({}, dict(causal=True)),
+    "with biases, rmsnorm": (dict(use_bias=True, layernorm_type="rmsnorm", zero_centered_gamma=True), dict(causal=True, zero_centered=True)),
+    "GQA": (dict(num_gqa_groups=2, attn_mask_type="no_mask"), dict(groups=2)),
+    "separate kernels, scaled logits": (dict(fuse_qkv_params=False, scale_attn_logits=True), dict(scale=0.25, causal=True)),
+    "consecutive RoPE": (dict(enable_rotary_pos_emb=True), dict(rope="consecutive", causal=True)),
+    "alternate RoPE": (dict(enable_rotary_pos_emb=True, rotary_pos_emb_group_method="alternate", num_gqa_groups=1), dict(rope="alternate", groups=1, causal=True)),
+    "no norm": (dict(input_layernorm=False, window_size=(4, 0)), dict(causal=True, window=(4, 0))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MHA_CASES)
+def test_self_attention_is_its_stages(case):
+    fields, options = MHA_CASES[case]
+    module = MHA(return_layernorm_output=True, **fields)
+    variables = steps.randomized(steps.init(module, X))
+    got = steps.step(lambda v, x: module.apply(v, x, x), variables, X)
+    testing.assert_close(got, steps.step(partial(plain_mha, **options), variables, X), 2 * F32)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_cross_attention_projects_the_other_input(fused):
+    module = MHA(fuse_qkv_params=fused, attn_mask_type="padding", return_layernorm_output=True)
+    source = Y[:, :10]
+    mask = jnp.broadcast_to(PADDING[..., 5:15], (B, 1, S, 10))
+    variables = steps.randomized(steps.init(module, X, source, mask))
+    assert set(variables["params"]) == ({"query", "kv", "out"} if fused else {"query", "key", "value", "out"})
+    got = steps.step(lambda v, x, source: module.apply(v, x, source, mask), variables, X, source)
+    testing.assert_close(got, steps.step(partial(plain_mha, mask=mask), variables, X, source), 2 * F32)
+
+
+@pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_fp8_is_the_emulated_one(rec):
+    module = MHA(use_bias=True)
+    run = lambda v, x: module.apply(v, x, x)[0]  # noqa: E731
+    variables = steps.randomized(steps.init(module, X, rec=rec))
+    roundings = {name: emulated.roundings(rec) for name in ("qkv", "out")} if not rec.stateful else {}
+    with steps.autocast(rec):
+        if rec.stateful:
+            variables = steps.settle(run, variables, X, steps=4)
+            for name, state in variables[STATE_COLLECTION].items():
+                scales = [float(state[f"gemm_{o}"].scale) for o in ("x", "kernel", "grad")]
+                roundings[name] = emulated.roundings(rec, scales)
+        y, (grads, dx) = steps.step(run, variables, X)
+    plain = lambda v, x: plain_mha(v, x, causal=True, roundings=roundings)[0]  # noqa: E731
+    y_, (grads_, dx_) = steps.step(plain, variables, X)
+    # The qkv bias reaches the logits only through the query: the key's has no effect, and its gradient is roundings.
+    drop_key_bias = lambda g: {**g["params"], "qkv": {**g["params"]["qkv"], "bias": g["params"]["qkv"]["bias"][::2]}}  # noqa: E731, E501  # fmt: skip
+    got, expected = (y, dx, drop_key_bias(grads)), (y_, dx_, drop_key_bias(grads_))
+    testing.assert_close(got, expected, 2 * FLIP)
+
+
+def test_self_attention_is_told_by_identity_of_any_array():
+    numpy = np.asarray(X)
+    for args in ((X,), (X, X), (numpy,), (numpy, numpy)):
+        assert set(jax.eval_shape(lambda args=args: MHA().init(jax.random.key(0), *args))["params"]) == {"qkv", "out"}
+
+
+def test_bf16_is_near():
+    module = MHA(use_bias=True, layernorm_type="rmsnorm")
+    variables = steps.randomized(steps.init(module, X))
+    x = X.astype(jnp.bfloat16)
+    y, (grads, dx) = steps.step(lambda v, x: module.apply(v, x, x)[0], variables, x)
+    y_, (grads_, dx_) = steps.step(lambda v, x: plain_mha(v, x, causal=True)[0], variables, x.astype(jnp.float32))
+    assert (y.dtype, dx.dtype, grads["params"]["qkv"]["kernel"].dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    testing.assert_close((y, dx, grads["params"]["qkv"]["kernel"]), (y_, dx_, grads_["params"]["qkv"]["kernel"]), 8 * BF16)
+
+
+def test_transposed_inputs_are_the_same():
+    fields = dict(enable_rotary_pos_emb=True, num_gqa_groups=2, return_layernorm_output=True)
+    variables = steps.randomized(steps.init(MHA(**fields), X))
+    expected = MHA(**fields).apply(variables, X, X)
+    turn = jnp.swapaxes(X, 0, 1)
+    got = MHA(transpose_batch_sequence=True, **fields).apply(variables, turn, turn)
+    testing.assert_close(jax.tree.map(lambda t: jnp.swapaxes(t, 0, 1), got), expected, F32)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("layout", ["qkv", "kv", "separate"])
+def test_initial_variance_of_each_projection(layout, scaled):
+    groups = H if layout == "qkv" else 2
+    module = MHA(fuse_qkv_params=layout != "separate", num_gqa_groups=groups, scaled_query_init=scaled)
+    params = steps.init(module, X)["params"]
+    if layout == "qkv":
+        q, k, v = (params["qkv"]["kernel"][:, i] for i in range(3))
+    elif layout == "kv":
+        q, k, v = params["query"]["kernel"], *(params["kv"]["kernel"][:, i] for i in range(2))
+    else:
+        q, k, v = (params[n]["kernel"] for n in ("query", "key", "value"))
+    # Variances estimated from 2048 numbers or more are off by sqrt(2 / 2048) = 3 %; four times that.
+    assert abs(float(q.var()) * HIDDEN * (D if scaled else 1) - 1) < 0.13
+    assert abs(float(k.var()) * HIDDEN - 1) < 0.13 and abs(float(v.var()) * HIDDEN - 1) < 0.13
+    assert abs(float(params["out"]["kernel"].var()) * HIDDEN - 1) < 0.13
+
+
+def test_scaled_logits_leave_the_query_kernel_alone():
+    params = steps.init(MHA(scale_attn_logits=True), X)["params"]
+    assert abs(float(params["qkv"]["kernel"][:, 0].var()) * HIDDEN - 1) < 0.13
+
+
+NORM = {"scale": ((64,), "float32", ("embed",)), "ln_bias": ((64,), "float32", ("embed",))}
+OUT = {"out/kernel": ((64, 64), "float32", ("heads", "embed"))}
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({}, {**{f"qkv/{k}": v for k, v in NORM.items()}, "qkv/kernel": ((64, 3, 64), "float32", ("embed", "qkv", "heads")), **OUT}),
+        ({"num_gqa_groups": 2, "layernorm_type": "rmsnorm"}, {
+            "query/scale": NORM["scale"], "query/kernel": ((64, 64), "float32", ("embed", "heads")),
+            "kv/kernel": ((64, 2, 32), "float32", ("embed", "qkv", "heads")), **OUT,
+        }),
+        ({"fuse_qkv_params": False, "input_layernorm": False, "use_bias": True, "num_gqa_groups": 2}, {
+            "query/kernel": ((64, 64), "float32", ("embed", "heads")), "query/bias": ((64,), "float32", ("heads",)),
+            "key/kernel": ((64, 32), "float32", ("embed", "heads")), "key/bias": ((32,), "float32", ("heads",)),
+            "value/kernel": ((64, 32), "float32", ("embed", "heads")), "value/bias": ((32,), "float32", ("heads",)),
+            **OUT, "out/bias": ((64,), "float32", ("embed",)),
+        }),
+        ({"use_bias": True, "input_layernorm": False, "dtype": jnp.bfloat16}, {
+            "qkv/kernel": ((64, 3, 64), "bfloat16", ("embed", "qkv", "heads")), "qkv/bias": ((3, 64), "bfloat16", ("qkv", "heads")),
+            "out/kernel": ((64, 64), "bfloat16", ("heads", "embed")), "out/bias": ((64,), "bfloat16", ("embed",)),
+        }),
+    ],
+)  # fmt: skip
+def test_parameters(fields, expected):
+    shapes = jax.eval_shape(partial(MHA(**fields).init, jax.random.key(0)), X)
+    assert steps.layout(shapes) == expected
+
+
+@pytest.mark.parametrize(
+    "scope, adapted",
+    [
+        ("none", set()), ("all", {"qkv", "out"}), ("qkv_proj", {"qkv"}), ("output_proj", {"out"}), ("mlp", set()),
+        ("exclude_qkv_proj", {"out"}), ("exclude_output_proj", {"qkv"}), ("exclude_mlp", {"qkv", "out"}),
+    ],
+)  # fmt: skip
+def test_low_rank_adaptation_scopes(scope, adapted):
+    shapes = jax.eval_shape(partial(MHA(low_rank_adaptation_scope=scope).init, jax.random.key(0)), X)
+    assert {name for name, p in shapes["params"].items() if "lora_a_kernel" in p} == adapted
+
+
+@pytest.mark.parametrize(
+    "fields, call, message",
+    [
+        ({"low_rank_adaptation_scope": "some"}, {}, "low_rank_adaptation_scope: expected one of .*got 'some'"),
+        ({}, {"decode": True}, "decode=True, a KV cache, is not available yet"),
+        ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
+        ({"softmax_type": "off_by_one"}, {}, "softmax_type: expected one of .*not available yet"),
+        ({"score_mod": lambda s: s}, {}, "score_mod .*not available yet"),
+        ({"attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs mask="),
+        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "pairs"}, {}, "group: expected 'consecutive' or"),
+        ({"enable_sequence_parallel": True}, {}, "enable_sequence_parallel: expected one of .*not available yet"),
+    ],
+)
+def test_misuse_is_named(fields, call, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(partial(MHA(**fields).init, **call), jax.random.key(0), X)
+
+
+def test_checkpoint_names():
+    module = MHA()
+    variables = steps.init(module, X)
+    jaxpr = str(jax.make_jaxpr(module.apply)(variables, X))
+    for name in ("combined_qkv_proj", "context", "out_proj"):
+        assert f"name={name}" in jaxpr
+    separate = MHA(fuse_qkv_params=False)
+    jaxpr = str(jax.make_jaxpr(lambda: separate.init(jax.random.key(0), X))())
+    for name in ("query_proj", "key_proj", "value_proj"):
+        assert f"name={name}" in jaxpr
+
+
+# --- RelativePositionBiases --------------------------------------------------------------------------------------------
+
+
+def t5_bucket(distance: int, bidirectional: bool, buckets: int, furthest: int) -> int:
+    """The bucket of key - query in integers: past `exact`, the largest j with (n / exact)^width >= (far / exact)^j."""
+    first = 0
+    if bidirectional:
+        buckets //= 2
+        first, distance = (buckets, distance) if distance > 0 else (0, -distance)
+    else:
+        distance = max(-distance, 0)
+    exact = buckets // 2
+    if distance < exact:
+        return first + distance
+    width = buckets - exact
+    j = max(j for j in range(width) if j == 0 or distance**width * exact**j >= furthest**j * exact**width)
+    return first + exact + j
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_relative_position_biases_are_t5s(bidirectional):
+    module = RelativePositionBiases(num_buckets=32, max_distance=128, num_attention_heads=2)
+    q, k = 140, 150
+    variables = steps.init(module, q_seqlen=q, k_seqlen=k, bidirectional=bidirectional, unbox=False)
+    assert steps.layout(variables) == {"rel_embedding": ((2, 32), "float32", ("heads", "relpos_buckets"))}
+    table = {"params": {"rel_embedding": jnp.arange(64.0).reshape(2, 32)}}
+    got = np.asarray(module.apply(table, q, k, bidirectional))
+    buckets = {d: t5_bucket(d, bidirectional, 32, 128) for d in range(-q, k)}
+    expected = np.array([[buckets[j - i] for j in range(k)] for i in range(q)])
+    assert got.shape == (1, 2, q, k)
+    np.testing.assert_array_equal(got[0, 0], expected)
+    np.testing.assert_array_equal(got[0, 1], expected + 32)

@@ -1,0 +1,296 @@
+"""TransformerLayer: against attention, MLP and residuals written out, with every option that exists; shards; misuse."""
+
+from functools import partial
+
+import emulated
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+from emulated import F32
+from jax.sharding import PartitionSpec as P
+from plain import plain_mha
+from steps import CURRENT, DELAYED
+
+import transformer_engine_jax as te
+from transformer_engine_jax import testing
+from transformer_engine_jax.flax import (
+    STATE_COLLECTION,
+    RelativePositionBiases,
+    TransformerLayer,
+    TransformerLayerType,
+)
+
+B, S, HIDDEN, HEADS, INNER = 4, 16, 64, 4, 96
+(X,) = (jnp.asarray(a) for a in emulated.normal(3, (B, S, HIDDEN)))
+PADDING = jnp.asarray(np.arange(S)[None, None, None, :] >= np.array([S, 10, 5, S])[:, None, None, None])
+
+Layer = partial(
+    TransformerLayer,
+    hidden_size=HIDDEN,
+    mlp_hidden_size=INNER,
+    num_attention_heads=HEADS,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
+def plain_layer(variables, x, *, post_residual=False, activations=("gelu",), zero_centered=False, relpos=True, **attention):
+    """The layer in plain JAX; whether norms exist is read from the parameters."""
+    p = variables["params"]
+    if relpos:
+        biases = RelativePositionBiases(num_buckets=32, max_distance=128, num_attention_heads=HEADS)
+        attention["bias"] = biases.apply({"params": p["relpos_bias"]}, x.shape[1], x.shape[1], True)
+    attended, normed = plain_mha({"params": p["attention"]}, x, zero_centered=zero_centered, heads=HEADS, **attention)
+    x = attended + (normed if post_residual else x)
+    mlp = p["mlp"]
+    normed = emulated.norm(x, mlp["scale"], mlp.get("ln_bias"), zero_centered_gamma=zero_centered)
+    kernels, biases = (mlp["wi_kernel"], mlp["wo_kernel"]), (mlp.get("wi_bias"), mlp.get("wo_bias"))
+    x = emulated.mlp(normed, kernels, biases, activations=activations) + (normed if post_residual else x)
+    if "output_layernorm" in p:
+        last = p["output_layernorm"]
+        x = emulated.norm(x, last["scale"], last.get("ln_bias"), zero_centered_gamma=zero_centered)
+    return x
+
+
+CASES = {
+    "default": ({}, {}, dict(causal=True)),
+    "llama": (
+        dict(layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), num_gqa_groups=2, enable_rotary_pos_emb=True,
+             enable_relative_embedding=False, scale_attn_logits=True, rotary_pos_emb_group_method="alternate"),
+        {}, dict(causal=True, relpos=False, activations=("silu", "linear"), groups=2, rope="alternate", scale=0.25),
+    ),
+    "zero-centred with biases": (
+        dict(layernorm_type="rmsnorm", zero_centered_gamma=True, use_bias=True, enable_rotary_pos_emb=True,
+             fuse_qkv_params=False),
+        {}, dict(causal=True, zero_centered=True, rope="consecutive"),
+    ),
+    "residuals from the norms": (
+        dict(apply_residual_connection_post_layernorm=True, use_bias=True, zero_centered_gamma=True),
+        {}, dict(causal=True, post_residual=True, zero_centered=True),
+    ),
+    "output norm": (dict(output_layernorm=True, window_size=(5, 0)), {}, dict(causal=True, window=(5, 0))),
+    "post-norm": (
+        dict(output_layernorm=True, apply_residual_connection_post_layernorm=True, use_bias=True),
+        {}, dict(causal=True, post_residual=True),
+    ),
+    "padding": (dict(self_attn_mask_type="padding"), dict(attention_mask=PADDING), dict(mask=PADDING)),
+    "causal padding, no biases": (
+        dict(self_attn_mask_type="padding_causal", enable_relative_embedding=False),
+        dict(attention_mask=PADDING), dict(mask=PADDING, causal=True, relpos=False),
+    ),
+    "no mask": (dict(self_attn_mask_type="no_mask", num_gqa_groups=1), {}, dict(groups=1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_its_stages(case):
+    fields, call, options = CASES[case]
+    layer = Layer(**fields)
+    variables = steps.randomized(steps.init(layer, X, **call))
+    got = steps.step(partial(layer.apply, **call), variables, X)
+    expected = steps.step(partial(plain_layer, **options), variables, X)
+    # One key's bias shifts all logits of a query alike: its exact gradient is 0, and what is computed is rounding.
+    for grads in (got[1][0]["params"], expected[1][0]["params"]):
+        attention = grads["attention"]
+        if "key" in attention and "bias" in attention["key"] and not fields.get("enable_rotary_pos_emb"):
+            attention["key"].pop("bias")
+        if "qkv" in attention and "bias" in attention["qkv"]:
+            attention["qkv"]["bias"] = attention["qkv"]["bias"][::2]
+    testing.assert_close(got, expected, 5 * F32)
+
+
+@pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_fp8_is_near(rec):
+    layer = Layer(layernorm_type="rmsnorm", mlp_activations=("silu", "linear"))
+    variables = steps.randomized(steps.init(layer, X, rec=DELAYED))
+    exact, (expected, dx_) = steps.step(layer.apply, variables, X)
+    with steps.autocast(rec):
+        if rec.stateful:
+            variables = steps.settle(layer.apply, variables, X, steps=4)
+        y, (grads, dx) = steps.step(layer.apply, variables, X)
+    # Each of up to eight products in a row has two E4M3 factors, or an E5M2 one in the backward; see
+    # emulated.fp8_bound: sqrt(8) * 0.051 for values in the branches, sqrt(4) * (0.051^2 + 0.081^2)^0.5 for gradients.
+    testing.assert_close(y, exact, 0.1, "y")
+    testing.assert_close((grads["params"], dx), (expected["params"], dx_), 0.2, "gradient")
+
+
+def test_transposed_inputs_are_the_same():
+    fields = dict(enable_rotary_pos_emb=True, use_bias=True, output_layernorm=True, self_attn_mask_type="padding_causal")
+    variables = steps.randomized(steps.init(Layer(**fields), X, attention_mask=PADDING, rec=DELAYED))
+    turned = lambda v, x: jnp.swapaxes(  # noqa: E731
+        Layer(transpose_batch_sequence=True, **fields).apply(v, jnp.swapaxes(x, 0, 1), attention_mask=PADDING), 0, 1
+    )
+    straight = partial(Layer(**fields).apply, attention_mask=PADDING)
+    for rec, bound in ((None, 5 * F32), (DELAYED, 0.02)):
+        with steps.autocast(rec):
+            got, expected = (steps.step(f, variables, X) for f in (turned, straight))
+        key_bias = [g[1][0]["params"]["attention"]["qkv"].pop("bias") for g in (got, expected)]
+        testing.assert_close(key_bias[0][::2], key_bias[1][::2], bound)
+        testing.assert_close(got, expected, bound, str(rec))
+
+
+def test_a_shared_relative_embedding_is_used():
+    shared = RelativePositionBiases(num_buckets=8, max_distance=16, num_attention_heads=HEADS, name="mine")
+    layer = Layer(relative_embedding=shared)
+    variables = steps.init(layer, X)
+    assert "relpos_bias" not in variables["params"]
+    embedding = jax.tree.leaves(jax.tree_util.tree_map_with_path(
+        lambda path, p: p if "rel_embedding" in str(path) else None, variables["params"]))  # fmt: skip
+    assert [e.shape for e in embedding] == [(HEADS, 8)]
+
+
+# --- Dropout -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"])
+def test_dropout_is_seeded_and_off_when_deterministic(field):
+    layer = Layer(**{field: 0.5, "dropout_rng_name": "mine"})
+    variables = steps.init(layer, X, deterministic=True)
+    run = jax.jit(lambda key: layer.apply(variables, X, rngs={"mine": key}))
+    one, again, other = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
+    testing.assert_same_bytes(one, again)
+    assert testing.relative_error(one, other) > 0.05
+    without = jax.jit(Layer().apply)(variables, X)
+    assert testing.relative_error(one, without) > 0.05
+    testing.assert_close(jax.jit(partial(layer.apply, deterministic=True))(variables, X), without, F32)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_drop_path_drops_whole_samples_of_a_branch(transposed):
+    x = jnp.tile(X, (8, 1, 1))
+    variables = steps.init(Layer(), x)
+    # With the attention's output switched off, the layer is x + branch(x) with the branch of the MLP.
+    variables["params"]["attention"]["out"]["kernel"] *= 0
+    branch = Layer().apply(variables, x) - x
+    turn = (lambda t: jnp.swapaxes(t, 0, 1)) if transposed else (lambda t: t)
+    layer = Layer(drop_path=0.25, transpose_batch_sequence=transposed)
+    out = turn(layer.apply(variables, turn(x), rngs={"dropout": jax.random.key(1)}))
+    ratio = np.asarray(jnp.sum((out - x) * branch, (1, 2)) / jnp.sum(branch**2, (1, 2)))
+    np.testing.assert_allclose(ratio, np.where(ratio > 0.5, 1 / 0.75, 0.0), atol=1e-5)
+    assert 1 <= (ratio < 0.5).sum() <= 16
+    testing.assert_close(out - x, branch * ratio[:, None, None], 1e-5)
+
+
+def test_hidden_dropout_shares_its_pattern_over_given_axes():
+    variables = steps.init(Layer(), X)
+    variables["params"]["attention"]["out"]["kernel"] *= 0
+    for dims in ((), (1,)):
+        layer = Layer(hidden_dropout=0.5, hidden_dropout_dims=dims)
+        out = layer.apply(variables, X, rngs={"dropout": jax.random.key(0)})
+        dropped = np.asarray(out == X)
+        assert 0.4 < dropped.mean() < 0.6
+        assert (dropped == dropped[:, :1]).all() == (dims == (1,))
+
+
+# --- Parameters --------------------------------------------------------------------------------------------------------
+
+NORM = {"scale": ((64,), "float32", ("embed",)), "ln_bias": ((64,), "float32", ("embed",))}
+
+
+def of(module: str, entries: dict) -> dict:
+    return {f"{module}/{name}": entry for name, entry in entries.items()}
+
+
+def test_parameters():
+    qkv = {"kernel": ((64, 3, 64), "float32", ("embed", "qkv", "heads"))}
+    out = {"kernel": ((64, 64), "float32", ("heads", "embed"))}
+    mlp = {
+        "wi_kernel": ((64, 1, 96), "float32", ("embed", "act", "mlp")),
+        "wo_kernel": ((96, 64), "float32", ("mlp", "embed")),
+    }
+    shapes = jax.eval_shape(partial(Layer().init, jax.random.key(0)), X)
+    relpos = {"rel_embedding": ((4, 32), "float32", ("heads", "relpos_buckets"))}
+    body = {**of("attention/qkv", {**NORM, **qkv}), **of("attention/out", out), **of("mlp", {**NORM, **mlp})}
+    assert steps.layout(shapes) == {**body, **of("relpos_bias", relpos)}
+    shapes = jax.eval_shape(
+        partial(Layer(output_layernorm=True, enable_relative_embedding=False).init, jax.random.key(0)), X
+    )
+    moved = {k: v for k, v in body.items() if not k.startswith("attention/qkv/") or k == "attention/qkv/kernel"}
+    assert steps.layout(shapes) == {**moved, **of("output_layernorm", NORM)}
+
+
+def test_state_has_one_quantizer_for_each_operand_of_four_products():
+    with steps.autocast(DELAYED):
+        shapes = jax.eval_shape(partial(Layer().init, jax.random.key(0)), X)
+    operands = ("x", "kernel", "grad")
+    assert {m: set(s) for m, s in shapes[STATE_COLLECTION]["attention"].items()} == {
+        m: {f"gemm_{o}" for o in operands} for m in ("qkv", "out")
+    }
+    assert set(shapes[STATE_COLLECTION]["mlp"]) == {f"gemm_{i}_{o}" for i in (1, 2) for o in operands}
+
+
+@pytest.mark.parametrize(
+    "scope, adapted",
+    [
+        ("none", set()), ("all", {"qkv", "out", "mlp"}), ("qkv_proj", {"qkv"}), ("output_proj", {"out"}),
+        ("mlp", {"mlp"}), ("exclude_qkv_proj", {"out", "mlp"}), ("exclude_output_proj", {"qkv", "mlp"}),
+        ("exclude_mlp", {"qkv", "out"}),
+    ],
+)  # fmt: skip
+def test_low_rank_adaptation_scopes(scope, adapted):
+    shapes = jax.eval_shape(partial(Layer(low_rank_adaptation_scope=scope).init, jax.random.key(0)), X)
+    modules = {**shapes["params"]["attention"], "mlp": shapes["params"]["mlp"]}
+    assert {name for name, p in modules.items() if any("lora" in n for n in p)} == adapted
+
+
+# --- Shards ------------------------------------------------------------------------------------------------------------
+
+RESOURCES = {
+    "dp and tp": te.MeshResource(dp_resource="data", tp_resource="model"),
+    "fsdp and tp": te.MeshResource(fsdp_resource="data", tp_resource="model"),
+}
+
+
+@pytest.mark.parametrize("rec", [None, DELAYED], ids=["f32", "delayed"])
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("resource", RESOURCES.values(), ids=list(RESOURCES))
+def test_sharded_is_unsharded(resource, explicit, rec):
+    layer = Layer(use_bias=True, layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True)
+    boxed = steps.init(layer, X, rec=DELAYED, unbox=False)
+    variables = steps.randomized(nn.unbox(boxed))
+    boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
+    with steps.autocast(rec):
+        expected = jax.device_get(steps.step(layer.apply, variables, X))
+    with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=resource):
+        placed = steps.place(mesh, boxed, resource)
+        got = jax.device_get(steps.step(layer.apply, placed, testing.shard(mesh, X, P("data"))))
+    testing.assert_close(got, expected, 0.01 if rec else 5 * F32)
+    got, expected = (g[1][0][STATE_COLLECTION] for g in (got, expected))
+    if rec:  # of what no product comes before
+        for state in (got, expected):
+            state["same"] = [state["attention"]["qkv"][f"gemm_{o}"] for o in ("x", "kernel")]
+            state["same"] += [state["mlp"][f"gemm_{o}"] for o in ("1_kernel", "2_kernel", "2_grad")]
+        testing.assert_same_bytes(got["same"], expected["same"])
+
+
+# --- Misuse ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, call, message",
+    [
+        ({"layer_type": TransformerLayerType.DECODER}, {}, "layer_type: expected ENCODER, the decoder is not available yet"),
+        ({}, {"encoded": X}, "expected ENCODER, the decoder is not available yet"),
+        ({}, {"decode": True}, "decode=True, a KV cache, is not available yet"),
+        ({}, {"max_decode_length": 8}, "decode=True, a KV cache, is not available yet"),
+        ({"hidden_size": 32}, {}, r"inputs: expected \[B, S, 32\], got \[4, 16, 64\]"),
+        ({"num_attention_heads": 5}, {}, "hidden_size=64 does not divide into 5 heads"),
+        ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
+        ({"layernorm_type": "batchnorm"}, {}, "layernorm_type: expected 'layernorm' or 'rmsnorm', got 'batchnorm'"),
+        ({"self_attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs mask="),
+        ({"self_attn_mask_type": "upper"}, {}, "attn_mask_type: expected one of"),
+        ({"mlp_activations": ("swiglu",)}, {}, "activations: expected some of .*got 'swiglu'"),
+        ({"mlp_activation_params": {"limit": 7}}, {}, "activation_params: expected None"),
+        ({"softmax_type": "learnable"}, {}, "softmax_type: expected one of .*not available yet"),
+        ({"score_mod": lambda s: s}, {}, "score_mod .*not available yet"),
+        ({"enable_sequence_parallel": True}, {}, "enable_sequence_parallel: expected one of .*not available yet"),
+        ({"low_rank_adaptation_scope": "some"}, {}, "low_rank_adaptation_scope: expected one of"),
+    ],
+)
+def test_misuse_is_named(fields, call, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: Layer(**fields).init(jax.random.key(0), X, **call))
