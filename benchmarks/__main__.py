@@ -1,5 +1,5 @@
 """python -m benchmarks layer --config gpt llama small --against flax ours-delayed --json FILE
-   python -m benchmarks profile --config gpt --against ours-delayed"""
+python -m benchmarks profile --config gpt --against ours-delayed"""
 
 from __future__ import annotations
 

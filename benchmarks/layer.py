@@ -87,7 +87,15 @@ def run(config: str, against: list[str], rounds: int) -> list[dict]:
     for name, step in steps.items():
         ms, spread = timings[name]
         rows.append(
-            dict(config=config, contender=name, ms=ms, spread=spread, speedup=first / ms, trace_s=step.trace_s,
-                 compile_s=step.compile_s, temp_gib=step.temp_gib)
-        )  # fmt: skip
+            dict(
+                config=config,
+                contender=name,
+                ms=ms,
+                spread=spread,
+                speedup=first / ms,
+                trace_s=step.trace_s,
+                compile_s=step.compile_s,
+                temp_gib=step.temp_gib,
+            )
+        )
     return rows

@@ -31,7 +31,10 @@ def kernel_times(call: Callable[[], object], *, calls: int = 5) -> tuple[dict[st
                     continue
                 for event in line.events:
                     times[_short(event.name)].append(event.duration_ns / 1e3)
-                    first, last = min(first, event.start_ns / 1e3), max(last, (event.start_ns + event.duration_ns) / 1e3)
+                    first, last = (
+                        min(first, event.start_ns / 1e3),
+                        max(last, (event.start_ns + event.duration_ns) / 1e3),
+                    )
     return {k: (sum(v) / calls, len(v) / calls) for k, v in times.items()}, (last - first) / calls
 
 
@@ -44,5 +47,7 @@ def table(call: Callable[[], object], most: int = 40) -> str:
     """A table a person can read: us a call, launches, kernel."""
     times, span = kernel_times(call)
     busy = sum(us for us, _ in times.values())
-    rows = [f"{us:9.1f} us {count:5.1f} x  {name}" for name, (us, count) in sorted(times.items(), key=lambda t: -t[1][0])]
+    rows = [
+        f"{us:9.1f} us {count:5.1f} x  {name}" for name, (us, count) in sorted(times.items(), key=lambda t: -t[1][0])
+    ]
     return "\n".join([*rows[:most], f"{busy:9.1f} us busy of {span:.1f} us"])

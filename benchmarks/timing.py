@@ -15,7 +15,9 @@ class Timing(NamedTuple):
     spread: float  # (third quartile - first) / median
 
 
-def interleaved(calls: dict[str, Callable[[], object]], *, rounds: int = 12, calls_per_round: int = 5) -> dict[str, Timing]:
+def interleaved(
+    calls: dict[str, Callable[[], object]], *, rounds: int = 12, calls_per_round: int = 5
+) -> dict[str, Timing]:
     """Milliseconds of each call: medians over rounds in which every contender runs `calls_per_round` times."""
     for call in calls.values():
         for _ in range(3):

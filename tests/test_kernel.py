@@ -21,7 +21,7 @@ def quantized(x):
     return quantize(x, SCALE, dtype=E4M3, q_t=True)
 
 
-# --- Declarations ------------------------------------------------------------------------------------------------------
+# --- Declarations ----------------------------------------------------------------------------------------------------
 
 
 def test_a_rule_that_does_not_fit_the_signature_is_refused():
@@ -54,7 +54,7 @@ def test_a_rank_that_contradicts_the_rule_is_a_value_error():
         jax.jit(lambda s: quantize(X, s, dtype=E4M3))(jnp.ones((64,)))
 
 
-# --- Transformations ---------------------------------------------------------------------------------------------------
+# --- Transformations -------------------------------------------------------------------------------------------------
 
 
 def test_every_transformation_gives_the_same_bytes():
@@ -95,7 +95,7 @@ def test_a_kernel_is_not_differentiable_by_itself():
         jax.grad(lambda x: amax(x))(X)
 
 
-# --- Meshes --------------------------------------------------------------------------------------------------------------
+# --- Meshes ----------------------------------------------------------------------------------------------------------
 
 SPECS = {
     "rows": P("data", None, None),
@@ -132,8 +132,9 @@ def test_inside_a_manual_shard_map():
     mesh = testing.mesh_of((4, 2), ("data", "model"))
     spec = P("data", None, "model")
     for check in (True, False):
-        run = jax.shard_map(lambda x: quantize(x, SCALE, dtype=E4M3).q, mesh=mesh, in_specs=spec, out_specs=spec,
-                            check_vma=check)  # fmt: skip
+        run = jax.shard_map(
+            lambda x: quantize(x, SCALE, dtype=E4M3).q, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check
+        )
         with testing.on_mesh(mesh):
             testing.assert_same_bytes(jax.device_get(jax.jit(run)(testing.shard(mesh, X, spec))), quantized(X).q)
 
@@ -153,14 +154,17 @@ def test_gradients_of_replicated_arguments_are_summed_in_a_manual_shard_map():
     product = differentiable(forward, backward)
     mesh = testing.mesh_of((8,), ("data",))
     loss = jax.shard_map(
-        lambda x, w: jax.lax.psum(jnp.sum(product(None, x, w)), "data"), mesh=mesh, in_specs=(P("data"), P()), out_specs=P()
-    )  # fmt: skip
+        lambda x, w: jax.lax.psum(jnp.sum(product(None, x, w)), "data"),
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P(),
+    )
     with testing.on_mesh(mesh):
         gradient = jax.jit(jax.grad(loss, argnums=1))(testing.shard(mesh, X, P("data")), jnp.float32(3.0))
     testing.assert_close(gradient, jnp.sum(X), 1e-5)
 
 
-# --- Malformed calls -------------------------------------------------------------------------------------------------------
+# --- Malformed calls -------------------------------------------------------------------------------------------------
 
 
 def call(target, results, *operands, **attributes):
@@ -170,15 +174,50 @@ def call(target, results, *operands, **attributes):
 
 Q = ((8, 4, 64), jnp.float8_e4m3fn)
 QUANTIZE = {
-    "columns beyond the rank": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X, SCALE), 9, "at least 9 axes"),
+    "columns beyond the rank": (
+        [Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)],
+        (X, SCALE),
+        9,
+        "at least 9 axes",
+    ),
     "a negative split": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X, SCALE), -1, "axes"),
-    "integers": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X.astype(jnp.int32), SCALE), 1, "x: expected f32, f16 or bf16"),
-    "a vector of scales": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X, jnp.ones(3)), 1, r"scale: expected f32\[\], got f32\[3\]"),
-    "a result that is too small": ([((8, 4, 63), E4M3), ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)], (X, SCALE), 1, "q: expected 32 x 64 elements"),
-    "two formats": ([Q, ((64, 32), jnp.float8_e5m2), ((), jnp.float32), ((64,), jnp.float32)], (X, SCALE), 1, "q_t: expected f8_e4m3fn"),
-    "column sums in bf16": ([Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.bfloat16)], (X, SCALE), 1, "colsum: expected f32"),
-    "amax of rank 1": ([Q, ((64, 32), E4M3), ((2,), jnp.float32), ((64,), jnp.float32)], (X, SCALE), 1, "amax: expected"),
-}  # fmt: skip
+    "integers": (
+        [Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)],
+        (X.astype(jnp.int32), SCALE),
+        1,
+        "x: expected f32, f16 or bf16",
+    ),
+    "a vector of scales": (
+        [Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)],
+        (X, jnp.ones(3)),
+        1,
+        r"scale: expected f32\[\], got f32\[3\]",
+    ),
+    "a result that is too small": (
+        [((8, 4, 63), E4M3), ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.float32)],
+        (X, SCALE),
+        1,
+        "q: expected 32 x 64 elements",
+    ),
+    "two formats": (
+        [Q, ((64, 32), jnp.float8_e5m2), ((), jnp.float32), ((64,), jnp.float32)],
+        (X, SCALE),
+        1,
+        "q_t: expected f8_e4m3fn",
+    ),
+    "column sums in bf16": (
+        [Q, ((64, 32), E4M3), ((), jnp.float32), ((64,), jnp.bfloat16)],
+        (X, SCALE),
+        1,
+        "colsum: expected f32",
+    ),
+    "amax of rank 1": (
+        [Q, ((64, 32), E4M3), ((2,), jnp.float32), ((64,), jnp.float32)],
+        (X, SCALE),
+        1,
+        "amax: expected",
+    ),
+}
 
 
 @pytest.mark.parametrize("results, operands, k_axes, message", QUANTIZE.values(), ids=QUANTIZE)

@@ -7,13 +7,26 @@ import pytest
 
 from transformer_engine_jax import autocast, recipe
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, observe
-from transformer_engine_jax.quantized import QuantizerSpec, QuantizerState, attach, keep, mend, read, report, update
+from transformer_engine_jax.ops.state import read, report
+from transformer_engine_jax.quantized import QuantizerSpec, QuantizerState, attach, keep
+from transformer_engine_jax.quantized import mend as mend_with_inverse
+from transformer_engine_jax.quantized import update as update_from_reports
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
 
 def spec(r=DELAYED, dtype=E4M3):
     return QuantizerSpec(r, dtype, (), False)
+
+
+def update(state, amax, r, dtype):
+    return update_from_reports(state, report(amax), r, dtype)
+
+
+def mend(state, r, dtype):
+    mended, scale_inv = mend_with_inverse(state, r, dtype)
+    assert scale_inv == np.float32(1) / mended.scale
+    return mended
 
 
 def state_after(amaxes, r=DELAYED, dtype=E4M3):
@@ -23,7 +36,7 @@ def state_after(amaxes, r=DELAYED, dtype=E4M3):
     return state
 
 
-# --- The rule ------------------------------------------------------------------------------------------------------------
+# --- The rule --------------------------------------------------------------------------------------------------------
 
 
 def test_initial_state():
@@ -80,7 +93,7 @@ def test_scales_and_their_inverses_stay_finite_and_normal(amax):
     assert np.isfinite(scale) and scale >= tiny and 1 / scale >= tiny
 
 
-# --- Reports of amaxes ---------------------------------------------------------------------------------------------------
+# --- Reports of amaxes -----------------------------------------------------------------------------------------------
 
 AMAXES = [1e-30, 2.0**-64, 1e-6, 0.9999, 1.0, 1.2499, 448.0, 57344.0, 3e9, 2.0**63.9, 1e30, 3e38]
 
@@ -109,7 +122,7 @@ def test_a_report_never_poisons_another():
     assert read(total) == 3
 
 
-# --- The gradient of a state is the next state ------------------------------------------------------------------------------
+# --- The gradient of a state is the next state -----------------------------------------------------------------------
 
 
 def used(state, amax, times=1):
@@ -126,7 +139,7 @@ def used(state, amax, times=1):
 
 def test_the_gradient_is_the_updated_state():
     state = state_after([2])
-    assert_equal = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)  # noqa: E731
+    assert_equal = lambda a, b: jax.tree.map(np.testing.assert_array_equal, a, b)
     assert_equal(jax.grad(used)(state, 7.0), update(state, jnp.float32(7), DELAYED, E4M3))
     assert_equal(jax.jit(jax.grad(used), static_argnums=1)(state, 7.0), update(state, jnp.float32(7), DELAYED, E4M3))
 
@@ -179,7 +192,9 @@ def test_each_scan_step_and_each_call_attaches_at_the_level_of_the_state():
         def body(total, _):
             return total + used(state, 7.0), None
 
-        return used(state, 3.0) + jax.lax.scan(body, 0.0, None, length=4)[0] + jax.lax.fori_loop(0, 3, lambda i, t: t, 0.0)
+        return (
+            used(state, 3.0) + jax.lax.scan(body, 0.0, None, length=4)[0] + jax.lax.fori_loop(0, 3, lambda i, t: t, 0.0)
+        )
 
     for run in (jax.grad(loss), jax.jit(jax.grad(loss))):
         new = run(QuantizerState.create(DELAYED))

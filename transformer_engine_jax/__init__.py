@@ -4,7 +4,7 @@ from transformer_engine_jax import recipe
 from transformer_engine_jax.autocast import MeshResource, autocast, fp8_autocast, global_shard_guard
 from transformer_engine_jax.collections import update_collections
 from transformer_engine_jax.ops.activation import activation
-from transformer_engine_jax.ops.attention import dot_product_attention
+from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import layernorm, rmsnorm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
@@ -13,7 +13,9 @@ from transformer_engine_jax.ops.quantize import dequantize, quantize
 from transformer_engine_jax.support import is_fp8_available
 
 __all__ = [
+    "Attention",
     "MeshResource",
+    "SequenceDescriptor",
     "activation",
     "autocast",
     "dense",

@@ -21,7 +21,9 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> M
     """
     for name, value in (("new", new), ("original", original)):
         if not isinstance(value, Mapping):
-            raise TypeError(f"update_collections: {name}: expected a mapping of collections, got {type(value).__name__}")
+            raise TypeError(
+                f"update_collections: {name}: expected a mapping of collections, got {type(value).__name__}"
+            )
     merged = dict(original)
     for name, value in new.items():
         old = original.get(name)

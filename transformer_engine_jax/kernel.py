@@ -408,18 +408,15 @@ def _lower(ctx, *operands, call: _Call, platform: str):
     if explicit:
         return mlir.lower_fun(_on_explicit_axes(call, platform, explicit[0], ctx.avals_in))(ctx, *operands)
 
-    def sharded(*present):
-        run = custom_partitioning(functools.partial(_run, call, platform))
-        run.def_partition(
-            partition=functools.partial(_partition, call, platform),
-            sharding_rule=lambda mesh, operand_types, result_types: _sharding_rule(call, present),
-        )
-        return run(*present)
-
     # The handlers see plain local buffers, whatever manual axes they vary over.
     plain = [[jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
+    run = custom_partitioning(functools.partial(_run, call, platform))
+    run.def_partition(
+        partition=functools.partial(_partition, call, platform),
+        sharding_rule=lambda mesh, operand_types, result_types: _sharding_rule(call, plain[0]),
+    )
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return mlir.lower_fun(sharded)(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+        return mlir.lower_fun(run)(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
 
 
 def _on_explicit_axes(call: _Call, platform: str, mesh, avals) -> Callable:
@@ -428,7 +425,9 @@ def _on_explicit_axes(call: _Call, platform: str, mesh, avals) -> Callable:
 
     def run(*present):
         present = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(present, plan.operands)]
-        return jax.shard_map(plan.local, mesh=mesh, in_specs=plan.operands, out_specs=plan.results, check_vma=False)(*present)  # fmt: skip
+        return jax.shard_map(plan.local, mesh=mesh, in_specs=plan.operands, out_specs=plan.results, check_vma=False)(
+            *present
+        )
 
     return run
 
@@ -443,8 +442,10 @@ def _batch(present, dims, *, call: _Call):
     size = next(x.shape[d] for x, d in zip(present, dims) if d is not None)
     group = call.kernel.operands[0][0] if call.kernel.operands[0] else ""
     names = [t for t, gone in zip(call.kernel.operands, call.absent) if not gone]
-    unbatched = [jax.ShapeDtypeStruct(np.delete(x.shape, d) if d is not None else x.shape, x.dtype)
-                 for x, d in zip(present, dims)]  # fmt: skip
+    unbatched = [
+        jax.ShapeDtypeStruct(np.delete(x.shape, d) if d is not None else x.shape, x.dtype)
+        for x, d in zip(present, dims)
+    ]
     results = [t for t, r in zip(call.kernel.results, call.result_shapes(unbatched)) if r is not None]
     one_call = (
         _is_group(group)
@@ -462,8 +463,7 @@ def _batch(present, dims, *, call: _Call):
         out = jax.lax.map(one, [x for x, f in zip(front, fixed) if not f])
         return out, [0] * len(out)
     front = [
-        jnp.broadcast_to(x, (size, *x.shape)) if group in t and d is None else x
-        for x, t, d in zip(front, names, dims)
+        jnp.broadcast_to(x, (size, *x.shape)) if group in t and d is None else x for x, t, d in zip(front, names, dims)
     ]
     axes = call.axes(front)
     stem = group.rstrip("*").replace("...", "t") + "0"

@@ -17,6 +17,7 @@ from jax.extend.core import set_current_trace
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.ops.state import BINS, mend_state, read, update_state
 from transformer_engine_jax.recipe import DelayedScaling, Recipe, delayed_scale
 
 
@@ -44,56 +45,43 @@ class QuantizerState:
         return cls(jnp.ones((), jnp.float32), history, jnp.ones((), jnp.float32))
 
 
-def update(state: QuantizerState, amax: jax.Array, recipe: DelayedScaling, dtype) -> QuantizerState:
-    """The state after a step that observed this amax f32[]; 0 says that nothing usable was observed."""
-    history = state.amax_history.at[0].set(jnp.where(jnp.isfinite(amax), amax, 0.0))
-    scale = delayed_scale(recipe, history, state.scale, dtype)
-    return QuantizerState(scale, jnp.roll(history, 1), jnp.ones_like(scale))
+def _arithmetic(recipe: DelayedScaling, dtype) -> dict[str, Any]:
+    """The recipe as attributes of the state's kernels."""
+    return {
+        "fp8_max": float(jnp.finfo(dtype).max),
+        "two_to_margin": float(2.0**recipe.margin),
+        "most_recent": recipe.amax_compute_algo == "most_recent",
+    }
 
 
-def mend(state: QuantizerState, recipe: DelayedScaling, dtype) -> QuantizerState:
-    """The state to start a step from: itself, unless it is a sum of states, or of none.
+def _has_own_algorithm(recipe: DelayedScaling) -> bool:
+    return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
+
+
+def update(state: QuantizerState, reports: jax.Array, recipe: DelayedScaling, dtype) -> QuantizerState:
+    """The state after a step that observed the amaxes of `reports`, f32[bins]."""
+    if _has_own_algorithm(recipe):
+        history = state.amax_history.at[0].set(read(reports))
+        scale, history = delayed_scale(recipe, history, state.scale, dtype), jnp.roll(history, 1)
+    else:
+        scale, history = update_state(reports, state.scale, state.amax_history, **_arithmetic(recipe, dtype))
+    return QuantizerState(scale, history, jnp.ones_like(scale))
+
+
+def mend(state: QuantizerState, recipe: DelayedScaling, dtype) -> tuple[QuantizerState, jax.Array]:
+    """(the state to start a step from, 1 / its scale): the state itself, unless it is a sum of states, or of none.
 
     In a sum of n updated states of one step all but the newest amax are n times what they were; the newest ones add
     up to at most n times their maximum, which is kept: an amax may be too large, never too small. A state that no
     output depended on comes back as zeros, and starts anew.
     """
+    mended = mend_state(state.scale, state.amax_history, state.uses, **_arithmetic(recipe, dtype))
+    if not _has_own_algorithm(recipe):
+        return QuantizerState(mended.scale, mended.history, jnp.ones_like(mended.scale)), mended.scale_inv
     n = jnp.maximum(state.uses, 1.0)
-    newest = 1 % recipe.amax_history_len
-    history = (state.amax_history / n).at[newest].set(state.amax_history[newest])
-    usable = (state.scale > 0) & jnp.isfinite(state.scale)
-    last = jnp.where(usable, state.scale / n, 1.0)
-    scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(history, -1), last, dtype), last)
-    return QuantizerState(scale, history, jnp.ones_like(scale))
-
-
-# --- How observed amaxes add up --------------------------------------------------------------------------------------
-#
-# JAX combines the cotangents of a value that is used twice by adding them, while amaxes combine by max. So an
-# amax is reported one-hot, in the bin of its leading bits: the highest bin that is not empty after any number of
-# additions holds the largest amax, exactly where it was the only one of its bin, and else at most one bin's width
-# (25 %) too large. The bins cover 2**-64 to 2**64; beyond, amaxes share the outermost ones.
-
-_BINS_PER_BINADE = 4
-_BINS = 128 * _BINS_PER_BINADE
-_SHIFT = 21  # drops all but two bits of an f32's mantissa
-_FIRST = (127 - 64) << 2
-
-
-def report(amax: jax.Array) -> jax.Array:
-    """amax f32[] as f32[bins] that may be added to other reports; all zeros for 0, NaN and Inf."""
-    usable = jnp.isfinite(amax) & (amax > 0)
-    bits = jax.lax.bitcast_convert_type(jnp.where(usable, amax, 0.0), jnp.int32)
-    bin_ = jnp.clip((bits >> _SHIFT) - _FIRST, 0, _BINS - 1)
-    return jnp.where((jnp.arange(_BINS) == bin_) & usable, amax, 0.0)
-
-
-def read(reports: jax.Array) -> jax.Array:
-    """The largest reported amax f32[] of a sum of reports f32[bins]; 0 where there was none."""
-    top = jnp.max(jnp.where(reports > 0, jnp.arange(_BINS), -1))
-    total = jnp.max(jnp.where(jnp.arange(_BINS) == top, reports, 0.0))
-    edge = jax.lax.bitcast_convert_type((top + 1 + _FIRST) << _SHIFT, jnp.float32)
-    return jnp.where(top == _BINS - 1, total, jnp.minimum(total, edge))
+    last = jnp.where((state.scale > 0) & jnp.isfinite(state.scale), state.scale / n, 1.0)
+    scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(mended.history, -1), last, dtype), last)
+    return QuantizerState(scale, mended.history, jnp.ones_like(scale)), 1.0 / scale
 
 
 # --- One step's view of the state ------------------------------------------------------------------------------------
@@ -114,6 +102,7 @@ class Quantizer:
     """How one tensor becomes FP8 in this step; what ops take."""
 
     scale: jax.Array | None  # f32[], None where the recipe takes it from the tensor itself
+    scale_inv: jax.Array | None  # f32[] its reciprocal
     observed: jax.Array | None  # f32[bins] zeros; its cotangent carries the reports
     spec: QuantizerSpec = dataclasses.field(metadata={"static": True})
 
@@ -127,15 +116,16 @@ class GemmQuantizers(NamedTuple):
 
 
 def _attach_forward(spec: QuantizerSpec, state: QuantizerState):
-    state = mend(state, spec.recipe, spec.dtype)
-    return (state.scale, jnp.zeros((_BINS,), jnp.float32)), state
+    state, scale_inv = mend(state, spec.recipe, spec.dtype)
+    return (state.scale, scale_inv, jnp.zeros((BINS,), jnp.float32)), state
 
 
 def _attach_backward(spec: QuantizerSpec, state: QuantizerState, cotangent):
-    return (update(state, read(cotangent[1]), spec.recipe, spec.dtype),)
+    return (update(state, cotangent[2], spec.recipe, spec.dtype),)
 
 
 _attach = differentiable(_attach_forward, _attach_backward)
+
 
 def _attach_once(spec: QuantizerSpec, state: QuantizerState) -> Quantizer:
     """_attach at the level of tracing where the state lives, and once there.
@@ -174,7 +164,7 @@ def attach(state: QuantizerState | None, spec: QuantizerSpec) -> Quantizer:
       ValueError: the recipe needs a state and there is none, or its history has another length.
     """
     if not spec.recipe.stateful:
-        return Quantizer(None, None, spec)
+        return Quantizer(None, None, None, spec)
     if state is None:
         raise ValueError(f"attach: {type(spec.recipe).__name__} needs a QuantizerState, got None")
     length = (spec.recipe.amax_history_len,)

@@ -40,9 +40,7 @@ class MMParams:
 
     def __post_init__(self):
         if not isinstance(self.use_split_accumulator, bool):
-            raise ValueError(
-                f"MMParams.use_split_accumulator: expected a bool, got {self.use_split_accumulator!r}"
-            )
+            raise ValueError(f"MMParams.use_split_accumulator: expected a bool, got {self.use_split_accumulator!r}")
 
 
 def _check(recipe, field: str, ok: bool, expected: str) -> None:
@@ -109,8 +107,12 @@ class DelayedScaling(Recipe):
         length = self.amax_history_len
         _check(self, "amax_history_len", isinstance(length, int) and 1 <= length <= 65536, "an int from 1 to 65536")
         algo = self.amax_compute_algo
-        _check(self, "amax_compute_algo", algo in ("max", "most_recent") or callable(algo),
-               "'max', 'most_recent' or a function")  # fmt: skip
+        _check(
+            self,
+            "amax_compute_algo",
+            algo in ("max", "most_recent") or callable(algo),
+            "'max', 'most_recent' or a function",
+        )
         factor = self.scaling_factor_compute_algo
         _check(self, "scaling_factor_compute_algo", factor is None or callable(factor), "None or a function")
         _check(self, "reduce_amax", self.reduce_amax is True, "True (a sharded tensor has one amax)")
@@ -154,31 +156,21 @@ class Float8CurrentScaling(Recipe):
 _LARGEST_SCALE = 2.0**126
 
 
-def scale_from_amax(amax: jax.Array, old_scale: jax.Array, dtype, *, margin: float = 0) -> jax.Array:
-    """(fp8_max / amax) / 2**margin as f32[], kept finite; the old scale where amax is 0 or not finite."""
-    fp8_max = float(jnp.finfo(dtype).max)
-    scale = (jnp.float32(fp8_max) / amax) / jnp.float32(2.0**margin)
+def scale_from_amax(amax: jax.Array, old_scale: jax.Array, fp8_max: float, two_to_margin: float = 1.0) -> jax.Array:
+    """(fp8_max / amax) / 2**margin in f32, kept finite; the old scale where amax is 0 or not finite."""
+    scale = (jnp.float32(fp8_max) / amax) / jnp.float32(two_to_margin)
     scale = jnp.clip(scale, 1 / _LARGEST_SCALE, _LARGEST_SCALE)
     return jnp.where((amax > 0) & jnp.isfinite(amax), scale, old_scale)
 
 
-def current_scale(recipe: Float8CurrentScaling, amax: jax.Array, dtype) -> jax.Array:
-    """The scale f32[] of a tensor with this amax f32[]; 1 where amax is 0 or not finite."""
-    amax = jnp.where(jnp.isfinite(amax), jnp.maximum(amax, jnp.float32(recipe.amax_epsilon)), amax)
-    scale = scale_from_amax(amax, jnp.ones_like(amax), dtype)
-    if recipe.use_power_2_scales:
-        bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
-        scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return scale
-
-
 def delayed_scale(recipe: DelayedScaling, history: jax.Array, old_scale: jax.Array, dtype) -> jax.Array:
     """The next scale f32[] from the amax history f32[H], this step's amax in slot 0."""
+    fp8_max = float(jnp.finfo(dtype).max)
     algo = recipe.amax_compute_algo
     amax = algo(history) if callable(algo) else jnp.max(history) if algo == "max" else history[0]
-    if recipe.scaling_factor_compute_algo is not None:
-        fp8_max = jnp.float32(jnp.finfo(dtype).max)
-        scale = jnp.asarray(recipe.scaling_factor_compute_algo(amax, old_scale, fp8_max, recipe), jnp.float32)
-        usable = (amax > 0) & jnp.isfinite(amax) & (scale > 0) & jnp.isfinite(scale)
-        return jnp.where(usable, scale, old_scale)
-    return scale_from_amax(amax, old_scale, dtype, margin=recipe.margin)
+    if recipe.scaling_factor_compute_algo is None:
+        return scale_from_amax(amax, old_scale, fp8_max, 2.0**recipe.margin)
+    scale = recipe.scaling_factor_compute_algo(amax, old_scale, jnp.float32(fp8_max), recipe)
+    scale = jnp.asarray(scale, jnp.float32)
+    usable = (amax > 0) & jnp.isfinite(amax) & (scale > 0) & jnp.isfinite(scale)
+    return jnp.where(usable, scale, old_scale)

@@ -32,8 +32,10 @@ def epsilon(dtype) -> float:
 
 def relative_error(got: Any, expected: Any) -> float:
     """|got - expected| / |expected| in L2, over all leaves of one array or pytree; NaN where either holds one."""
-    got, expected = (np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)] or [np.zeros(0)])
-                     for t in (got, expected))  # fmt: skip
+    got, expected = (
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)] or [np.zeros(0)])
+        for t in (got, expected)
+    )
     if got.shape != expected.shape:
         raise AssertionError(f"expected {expected.size} elements, got {got.size}")
     norm = np.linalg.norm(expected)
@@ -65,7 +67,7 @@ def assert_same_bytes(got: Any, expected: Any, what: str = "") -> None:
         assert not differ.any(), f"{where}: {differ.sum()} of {differ.size} elements differ"
 
 
-# --- Platforms and meshes ---------------------------------------------------------------------------------------------
+# --- Platforms and meshes --------------------------------------------------------------------------------------------
 
 
 def platforms() -> list[str]:
@@ -85,7 +87,8 @@ def mesh_of(shape: Sequence[int], names: Sequence[str], *, explicit: bool = Fals
             kind = AxisType.Explicit if explicit else AxisType.Auto
             return Mesh(np.array(devices[:size]).reshape(shape), tuple(names), axis_types=(kind,) * len(shape))
     raise ValueError(
-        f"mesh_of: {size} devices needed; set XLA_FLAGS=--xla_force_host_platform_device_count={size} before importing jax"
+        f"mesh_of: {size} devices needed; set XLA_FLAGS=--xla_force_host_platform_device_count={size} "
+        "before importing jax"
     )
 
 
@@ -98,11 +101,11 @@ def on_mesh(mesh: Mesh) -> Iterator[None]:
 
 def shard(mesh: Mesh, tree: Any, specs: Any) -> Any:
     """Puts a pytree of arrays on a mesh; specs: a matching pytree of PartitionSpecs."""
-    place = lambda x, spec: jax.device_put(np.asarray(x), NamedSharding(mesh, spec))  # noqa: E731
+    place = lambda x, spec: jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
     return jax.tree.map(place, tree, specs, is_leaf=lambda x: x is None)
 
 
-# --- Kernels ----------------------------------------------------------------------------------------------------------
+# --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
 def check_kernel(
@@ -152,7 +155,7 @@ def check_kernel(
                 compare(jax.device_get(sharded), jax.device_get(expected))
 
 
-# --- Differentiable ops -----------------------------------------------------------------------------------------------
+# --- Differentiable ops ----------------------------------------------------------------------------------------------
 
 
 def gradients(f: Callable, args: Sequence[Any], key: jax.Array) -> tuple[Any, Any]:
@@ -186,15 +189,17 @@ def check_op(
 
     def check(out, grads, how):
         for x, g in zip(args, grads):
-            assert g.dtype == x.dtype and g.shape == x.shape, f"{how}: gradient {g.dtype}{g.shape} of {x.dtype}{x.shape}"
+            assert g.dtype == x.dtype and g.shape == x.shape, (
+                f"{how}: gradient {g.dtype}{g.shape} of {x.dtype}{x.shape}"
+            )
         assert_close(out, expected, value_bound, f"{how}: value")
         assert_close(list(grads), list(expected_gradients), gradient_bound, f"{how}: gradient ")
 
-    run = lambda f: gradients(f, args, key)  # noqa: E731
+    run = lambda f: gradients(f, args, key)
     check(*run(op), "eager")
     check(*jax.jit(lambda *a: gradients(op, a, key))(*args), "jit")
     check(*run(jax.checkpoint(op)), "remat")
-    scanned = lambda *a: jax.lax.scan(lambda c, _: (c, op(*a)), 0, None, length=1)[1][0]  # noqa: E731
+    scanned = lambda *a: jax.lax.scan(lambda c, _: (c, op(*a)), 0, None, length=1)[1][0]
     check(*run(scanned), "scan")
     out, grads = jax.vmap(lambda *a: gradients(op, a, key))(*[jnp.stack([x, x]) for x in args])
     for example in range(2):

@@ -61,8 +61,8 @@ class Check {
   }
   Check& axes(const char* argument, const ffi::AnyBuffer& b, int64_t column_axes) {
     const int64_t rank = static_cast<int64_t>(b.dimensions().size());
-    return that(column_axes >= 0 && column_axes <= rank, argument,
-                "at least " + std::to_string(column_axes) + " axes", describe(b));
+    return that(column_axes >= 0 && column_axes <= rank, argument, "at least " + std::to_string(column_axes) + " axes",
+                describe(b));
   }
   // The number of elements of a buffer that is addressed as rows x cols.
   Check& size(const char* argument, const ffi::AnyBuffer& b, int64_t rows, int64_t cols) {

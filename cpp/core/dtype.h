@@ -91,9 +91,9 @@ TE_INLINE float flush(float x) {
 template <typename F8>
 TE_INLINE uint8_t fp8_from_float(float x) {
   constexpr int kShift = 23 - F8::kMantissa;
-  constexpr uint32_t kMaxBits = F8::kMantissa == 3 ? 0x43e00000u : 0x47600000u;      // 448, 57344
-  constexpr uint32_t kMinNormal = (127u - F8::kBias + 1) << 23;                        // 2^(1 - bias)
-  constexpr uint32_t kMagic = (127u - F8::kBias + 1 - F8::kMantissa + 23) << 23;       // its ulp is one subnormal step
+  constexpr uint32_t kMaxBits = F8::kMantissa == 3 ? 0x43e00000u : 0x47600000u;   // 448, 57344
+  constexpr uint32_t kMinNormal = (127u - F8::kBias + 1) << 23;                   // 2^(1 - bias)
+  constexpr uint32_t kMagic = (127u - F8::kBias + 1 - F8::kMantissa + 23) << 23;  // its ulp is one subnormal step
   const uint32_t u = bits_of(x);
   const uint32_t sign = (u >> 24) & 0x80u;
   const uint32_t magnitude = u & 0x7fffffffu;

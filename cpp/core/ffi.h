@@ -16,8 +16,8 @@ namespace te {
 
 namespace ffi = ::xla::ffi;
 using DType = ffi::DataType;
-using In = ffi::AnyBuffer;                 // an operand; an absent one is f32[0]
-using Out = ffi::Result<ffi::AnyBuffer>;   // a result; likewise
+using In = ffi::AnyBuffer;                // an operand; an absent one is f32[0]
+using Out = ffi::Result<ffi::AnyBuffer>;  // a result; likewise
 
 // One handler of this extension module, as module.cc hands it to Python.
 struct Registration {
@@ -52,18 +52,19 @@ template <>
 struct CtxBinding<ThreadPool> {
   using Ctx = ThreadPool;
 };
-#define TE_HANDLER_TRAITS {}
+#define TE_HANDLER_TRAITS \
+  {                       \
+  }
 #endif
 }  // namespace xla::ffi
 
 // TE_HANDLER(quantize, Quantize): binds te::Quantize by its signature and registers it as te_quantize.
-#define TE_HANDLER(name, function)                                                                      \
-  static XLA_FFI_Error* name##_execute(XLA_FFI_CallFrame* frame) {                                      \
-    static auto* handler = ::xla::ffi::Ffi::BindTo(&::te::function, TE_HANDLER_TRAITS).release();       \
-    return handler->Call(frame);                                                                        \
-  }                                                                                                     \
-  static const ::te::Registrar name##_registrar("te_" #name, "execute",                                 \
-                                                reinterpret_cast<void*>(&name##_execute));
+#define TE_HANDLER(name, function)                                                                \
+  static XLA_FFI_Error* name##_execute(XLA_FFI_CallFrame* frame) {                                \
+    static auto* handler = ::xla::ffi::Ffi::BindTo(&::te::function, TE_HANDLER_TRAITS).release(); \
+    return handler->Call(frame);                                                                  \
+  }                                                                                               \
+  static const ::te::Registrar name##_registrar("te_" #name, "execute", reinterpret_cast<void*>(&name##_execute));
 
 // TE_ATTRIBUTES(te::QuantizeAttributes, TE_ATTRIBUTE(int64_t, k_axes)): the static attributes of a handler,
 // in the order of the struct's members.

@@ -42,8 +42,7 @@ template <typename Body>
 void parallel_rows(ffi::ThreadPool& pool, int64_t rows, int64_t cols, const Body& body, int64_t least = 1 << 15) {
   const int64_t most = std::max<int64_t>(1, pool.num_threads() * 4);
   const int64_t chunks = std::clamp<int64_t>(rows * cols / least, 1, std::min(rows, most));
-  parallel_for(pool, rows ? chunks : 0,
-               [&](int64_t i) { body(rows * i / chunks, rows * (i + 1) / chunks); });
+  parallel_for(pool, rows ? chunks : 0, [&](int64_t i) { body(rows * i / chunks, rows * (i + 1) / chunks); });
 }
 
 }  // namespace te

@@ -7,18 +7,12 @@
 // A = 1: y = curve(z[0]). A = 2 (names that end in "_linear"): y = curve(z[0]) * z[1]. All arithmetic is in f32.
 #pragma once
 
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <string_view>
 
+#include "core/math.h"
 #include "core/result.h"
-
-#ifdef __CUDACC__
-#define TE_MATH __host__ __device__ __forceinline__
-#else
-#define TE_MATH inline __attribute__((always_inline))
-#endif
 
 namespace te {
 
@@ -29,26 +23,6 @@ struct Point {
   float value;
   float slope;
 };
-
-// e^x to 1 ulp, for |x| <= 89: x = n ln2 + r with |r| <= ln2 / 2, and e^r - 1 - r as r^2 times a quartic (minimax,
-// 2^-28). 0 below -87.7, infinity above 88.4.
-TE_MATH float exponential(float x) {
-  const float shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the low bits hold round(x / ln2)
-  const float n = shifted - 12582912.f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln2 in two parts, the first of 9 bits
-  float p = 1.38131448e-3f;
-  p = p * r + 8.36941879e-3f;
-  p = p * r + 4.16684561e-2f;
-  p = p * r + 1.66665152e-1f;
-  p = p * r + 4.99999940e-1f;
-  const float e_r = (p * r) * r + r + 1.f;
-  uint32_t bits;
-  std::memcpy(&bits, &shifted, 4);
-  bits = (bits + 127u) << 23;
-  float two_n;
-  std::memcpy(&two_n, &bits, 4);
-  return e_r * two_n;
-}
 
 // 1 / (1 + e^-x) to 2 ulp, for -89 <= x <= 87; exactly 0 below -88.4.
 TE_MATH float logistic(float x) {

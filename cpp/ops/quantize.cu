@@ -2,9 +2,8 @@
 //   te_quantize    s + 1 for each of q and q_t (a tile a block, tile.cuh); column sums add 1/16 and a second launch
 //   te_amax        s
 //   te_dequantize  s + 1
-#include "ops/quantize.h"
-
 #include "core/tile.cuh"
+#include "ops/quantize.h"
 
 namespace te {
 namespace {
@@ -58,8 +57,8 @@ __global__ void __launch_bounds__(kFlatThreads) amax_flat(const T* x, int64_t si
 }
 
 template <typename T, __nv_fp8_interpretation_t kFormat>
-__global__ void __launch_bounds__(kFlatThreads) dequantize_flat(const uint8_t* q, const float* scale_inv, T* x,
-                                                                int64_t size, bool vector) {
+__global__ void __launch_bounds__(kFlatThreads)
+    dequantize_flat(const uint8_t* q, const float* scale_inv, T* x, int64_t size, bool vector) {
   const float factor = __ldg(scale_inv);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kFlatChunk + threadIdx.x * 8;
   uint2 codes[kFlatLoads] = {};

@@ -80,13 +80,14 @@ def _draw(records: list[Record], unigram_entropy: float, path: Path) -> None:
     """Loss curves of all runs: training faint and smoothed, validation as marks."""
     plt.switch_backend("Agg")  # needs no display
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for record, colour, dashes in zip(records, ("tab:blue", "tab:orange"), ("-", "--"), strict=False):
+    styles = (("tab:blue", "-", "o"), ("tab:orange", "--", "x"))
+    for record, (colour, dashes, mark) in zip(records, styles, strict=False):
         steps, losses = np.array(sorted(record.losses.items())).T
         axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=0.8)
         axes.plot(steps, _smooth(losses), dashes, color=colour, linewidth=1.6, label=f"{record.name} train")
         if record.validation:
             steps, losses = np.array(sorted(record.validation.items())).T
-            axes.plot(steps, losses, "o", color=colour, label=f"{record.name} validation")
+            axes.plot(steps, losses, mark, markersize=8, color=colour, label=f"{record.name} validation")
     axes.axhline(unigram_entropy, color="grey", linestyle=":", label="unigram entropy")
     axes.set(xlabel="step", ylabel="loss, nats per byte", title="Byte-level GPT")
     axes.grid(alpha=0.3)

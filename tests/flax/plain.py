@@ -36,7 +36,19 @@ def turned(x, *, group, windows=(1, 10000)):
     return jnp.einsum("sde,bshe->bshd", jnp.asarray(matrix, jnp.float32), x, precision="highest")
 
 
-def plain_mha(variables, x, source=None, *, groups=4, rope=None, scale=1.0, zero_centered=False, roundings=None, heads=4, **attention):  # fmt: skip
+def plain_mha(
+    variables,
+    x,
+    source=None,
+    *,
+    heads=4,
+    groups=4,
+    rope=None,
+    scale=1.0,
+    zero_centered=False,
+    roundings=None,
+    **attention,
+):
     """(out, normed x), whichever way the projections are stored."""
     p = variables["params"]
     rounding = roundings or {}
@@ -45,7 +57,10 @@ def plain_mha(variables, x, source=None, *, groups=4, rope=None, scale=1.0, zero
     if "scale" in first:
         normed = emulated.norm(x, first["scale"], first.get("ln_bias"), zero_centered_gamma=zero_centered)
     source = normed if source is None else source
-    product = lambda name, x: emulated.dense(x, p[name]["kernel"], p[name].get("bias"), roundings=rounding.get(name))  # noqa: E731, E501  # fmt: skip
+
+    def product(name, x):
+        return emulated.dense(x, p[name]["kernel"], p[name].get("bias"), roundings=rounding.get(name))
+
     if "qkv" in p:
         q, k, v = jnp.unstack(product("qkv", normed), axis=-2)
     elif "kv" in p:

@@ -45,12 +45,14 @@ def randomized(variables, seed: int = 0):
     return {**variables, "params": jax.tree_util.tree_map_with_path(noisy, variables["params"])}
 
 
+def weights(i: int, shape) -> np.ndarray:
+    """The cotangent of the i-th output of a step."""
+    return np.random.default_rng(i).standard_normal(shape, np.float32)
+
+
 def loss(out):
     """All outputs times fixed random weights, summed: their cotangents are those weights."""
-    return sum(
-        jnp.sum(o.astype(jnp.float32) * np.random.default_rng(i).standard_normal(o.shape, np.float32))
-        for i, o in enumerate(jax.tree.leaves(out))
-    )
+    return sum(jnp.sum(o.astype(jnp.float32) * weights(i, o.shape)) for i, o in enumerate(jax.tree.leaves(out)))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -1,4 +1,4 @@
-"""DotProductAttention, MultiHeadAttention and RelativePositionBiases against plain forms of them."""
+"""MultiHeadAttention and RelativePositionBiases against plain forms of them."""
 
 from functools import partial
 
@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import steps
 from emulated import BF16, F32, FLIP
-from plain import plain_attention, plain_mha
+from plain import plain_mha
 from steps import CURRENT, DELAYED
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import (
     STATE_COLLECTION,
-    DotProductAttention,
     MultiHeadAttention,
     RelativePositionBiases,
 )
@@ -27,96 +26,25 @@ X, Y = (jnp.asarray(a) for a in emulated.normal(1, (B, S, HIDDEN), (B, S, HIDDEN
 PADDING = jnp.asarray(np.arange(S)[None, None, None, :] >= np.array([S, 10])[:, None, None, None])  # True: masked out
 
 
-# --- DotProductAttention -----------------------------------------------------------------------------------------------
-
-DPA = partial(DotProductAttention, head_dim=D, num_attention_heads=H)
-
-
-@pytest.mark.parametrize(
-    "fields, call, expected",
-    [
-        ({}, {}, dict(scale=0.25, causal=True)),
-        ({"attn_mask_type": "no_mask", "scale_factor": 0.5}, {}, dict(scale=0.5)),
-        ({"attn_mask_type": "padding"}, {"mask": PADDING}, dict(scale=0.25, mask=PADDING)),
-        ({"attn_mask_type": "padding_causal"}, {"mask": PADDING}, dict(scale=0.25, mask=PADDING, causal=True)),
-        ({"attn_mask_type": "causal_padding"}, {"mask": PADDING}, dict(scale=0.25, mask=PADDING, causal=True)),
-        ({"window_size": (3, 0)}, {}, dict(scale=0.25, causal=True, window=(3, 0))),
-        ({}, {"bias": BIAS}, dict(scale=0.25, causal=True, bias=BIAS)),
-        ({"attn_bias_type": "post_scale_bias"}, {"bias": BIAS}, dict(scale=0.25, causal=True, bias=BIAS)),
-        ({"attn_bias_type": "pre_scale_bias"}, {"bias": BIAS}, dict(scale=0.25, causal=True, bias=BIAS * 0.25)),
-        ({"num_gqa_groups": 2}, {}, dict(scale=0.25, causal=True)),
-    ],
-    ids=["causal", "no mask", "padding", "padding causal", "causal padding", "window", "bias", "post scale bias",
-         "pre scale bias", "GQA"],
-)  # fmt: skip
-def test_attention_is_the_formula(fields, call, expected):
-    groups = fields.get("num_gqa_groups", H)
-    args = (Q, K[:, :, :groups], V[:, :, :groups])
-    module = lambda q, k, v: DPA(**fields).apply({}, q, k, v, **call)  # noqa: E731
-    testing.assert_close(steps.step(module, *args), steps.step(partial(plain_attention, **expected), *args), F32)
-
-
-def test_layouts_and_transposed_inputs_are_the_same_attention():
-    expected = DPA().apply({}, Q, K, V)
-    packed = DPA(qkv_layout="bs3hd").apply({}, jnp.stack([Q, K, V], axis=2))
-    kv_packed = DPA(qkv_layout="bshd_bs2hd").apply({}, Q, jnp.stack([K, V], axis=2))
-    turned = DPA(transpose_batch_sequence=True).apply({}, *(jnp.swapaxes(x, 0, 1) for x in (Q, K, V)))
-    for got in (packed, kv_packed, jnp.swapaxes(turned, 0, 1)):
-        testing.assert_close(got, expected, F32)
-
-
-def test_attention_dropout_is_seeded_and_off_when_deterministic():
-    module = DPA(attention_dropout=0.5, dropout_rng_name="mine")
-    run = jax.jit(lambda key: module.apply({}, Q, K, V, rngs={"mine": key}))
-    one, again, other = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
-    testing.assert_same_bytes(one, again)
-    assert testing.relative_error(one, other) > 0.3
-    testing.assert_same_bytes(module.apply({}, Q, K, V, deterministic=True), DPA().apply({}, Q, K, V))
-
-
-@pytest.mark.parametrize(
-    "fields, call, message",
-    [
-        ({"attn_mask_type": "causal_bottom_right"}, {}, "attn_mask_type: expected one of"),
-        ({"attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs mask="),
-        ({"attn_bias_type": "alibi"}, {}, "attn_bias_type: expected one of"),
-        ({"attn_bias_type": "no_bias"}, {"bias": BIAS}, "attn_bias_type='no_bias' but a bias was given"),
-        ({"qkv_layout": "thd_thd_thd"}, {}, "qkv_layout: expected one of .*packed sequences are not available yet"),
-        ({"softmax_type": "learnable"}, {}, "softmax_type: expected one of .*not available yet"),
-        ({"context_parallel_axis": "cp"}, {}, "context_parallel_axis: expected one of .*not available yet"),
-        ({"context_parallel_strategy": "RING"}, {}, "context_parallel_strategy: expected one of .*not available yet"),
-        ({"context_parallel_causal_load_balanced": True}, {}, "context_parallel_causal_load_balanced: expected one of .*not available yet"),
-        ({"score_mod": lambda s: s}, {}, "score_mod .*not available yet"),
-        ({"max_segments_per_seq": 2}, {}, "max_segments_per_seq .*not available yet"),
-        ({}, {"sequence_descriptor": Q}, "sequence_descriptor.*not available yet"),
-        ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
-        ({"num_attention_heads": 8}, {}, r"query: expected \[B, S, 8, 16\], got \[2, 16, 4, 16\]"),
-        ({"head_dim": 32}, {}, r"query: expected \[B, S, 4, 32\], got \[2, 16, 4, 16\]"),
-        ({"num_gqa_groups": 2}, {}, r"key: expected \[B, S, 2, 16\], got \[2, 16, 4, 16\]"),
-    ],
-)
-def test_attention_misuse_is_named(fields, call, message):
-    with pytest.raises(ValueError, match=message):
-        DotProductAttention(**{"head_dim": D, "num_attention_heads": H, **fields}).apply({}, Q, K, V, **call)
-
-
-def test_a_mask_that_would_be_ignored_is_warned_about():
-    with pytest.warns(UserWarning, match="mask= is ignored with attn_mask_type='causal'"):
-        DPA().apply({}, Q, K, V, mask=PADDING)
-
-
-# --- MultiHeadAttention ------------------------------------------------------------------------------------------------
+# --- MultiHeadAttention ----------------------------------------------------------------------------------------------
 
 MHA = partial(MultiHeadAttention, head_dim=D, num_attention_heads=H)
 
 
 MHA_CASES = {
     "fused": ({}, dict(causal=True)),
-    "with biases, rmsnorm": (dict(use_bias=True, layernorm_type="rmsnorm", zero_centered_gamma=True), dict(causal=True, zero_centered=True)),
+    "with biases, rmsnorm": (
+        dict(use_bias=True, layernorm_type="rmsnorm", zero_centered_gamma=True), dict(causal=True, zero_centered=True),
+    ),
     "GQA": (dict(num_gqa_groups=2, attn_mask_type="no_mask"), dict(groups=2)),
-    "separate kernels, scaled logits": (dict(fuse_qkv_params=False, scale_attn_logits=True), dict(scale=0.25, causal=True)),
+    "separate kernels, scaled logits": (
+        dict(fuse_qkv_params=False, scale_attn_logits=True), dict(scale=0.25, causal=True),
+    ),
     "consecutive RoPE": (dict(enable_rotary_pos_emb=True), dict(rope="consecutive", causal=True)),
-    "alternate RoPE": (dict(enable_rotary_pos_emb=True, rotary_pos_emb_group_method="alternate", num_gqa_groups=1), dict(rope="alternate", groups=1, causal=True)),
+    "alternate RoPE": (
+        dict(enable_rotary_pos_emb=True, rotary_pos_emb_group_method="alternate", num_gqa_groups=1),
+        dict(rope="alternate", groups=1, causal=True),
+    ),
     "no norm": (dict(input_layernorm=False, window_size=(4, 0)), dict(causal=True, window=(4, 0))),
 }  # fmt: skip
 
@@ -157,7 +85,7 @@ def test_fp8_is_the_emulated_one(rec):
     plain = lambda v, x: plain_mha(v, x, causal=True, roundings=roundings)[0]  # noqa: E731
     y_, (grads_, dx_) = steps.step(plain, variables, X)
     # The qkv bias reaches the logits only through the query: the key's has no effect, and its gradient is roundings.
-    drop_key_bias = lambda g: {**g["params"], "qkv": {**g["params"]["qkv"], "bias": g["params"]["qkv"]["bias"][::2]}}  # noqa: E731, E501  # fmt: skip
+    drop_key_bias = lambda g: {**g["params"], "qkv": {**g["params"]["qkv"], "bias": g["params"]["qkv"]["bias"][::2]}}  # noqa: E731  # fmt: skip
     got, expected = (y, dx, drop_key_bias(grads)), (y_, dx_, drop_key_bias(grads_))
     testing.assert_close(got, expected, 2 * FLIP)
 
@@ -175,7 +103,9 @@ def test_bf16_is_near():
     y, (grads, dx) = steps.step(lambda v, x: module.apply(v, x, x)[0], variables, x)
     y_, (grads_, dx_) = steps.step(lambda v, x: plain_mha(v, x, causal=True)[0], variables, x.astype(jnp.float32))
     assert (y.dtype, dx.dtype, grads["params"]["qkv"]["kernel"].dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-    testing.assert_close((y, dx, grads["params"]["qkv"]["kernel"]), (y_, dx_, grads_["params"]["qkv"]["kernel"]), 8 * BF16)
+    testing.assert_close(
+        (y, dx, grads["params"]["qkv"]["kernel"]), (y_, dx_, grads_["params"]["qkv"]["kernel"]), 8 * BF16
+    )
 
 
 def test_transposed_inputs_are_the_same():
@@ -217,7 +147,10 @@ OUT = {"out/kernel": ((64, 64), "float32", ("heads", "embed"))}
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({}, {**{f"qkv/{k}": v for k, v in NORM.items()}, "qkv/kernel": ((64, 3, 64), "float32", ("embed", "qkv", "heads")), **OUT}),
+        ({}, {
+            "qkv/scale": NORM["scale"], "qkv/ln_bias": NORM["ln_bias"],
+            "qkv/kernel": ((64, 3, 64), "float32", ("embed", "qkv", "heads")), **OUT,
+        }),
         ({"num_gqa_groups": 2, "layernorm_type": "rmsnorm"}, {
             "query/scale": NORM["scale"], "query/kernel": ((64, 64), "float32", ("embed", "heads")),
             "kv/kernel": ((64, 2, 32), "float32", ("embed", "qkv", "heads")), **OUT,
@@ -229,7 +162,8 @@ OUT = {"out/kernel": ((64, 64), "float32", ("heads", "embed"))}
             **OUT, "out/bias": ((64,), "float32", ("embed",)),
         }),
         ({"use_bias": True, "input_layernorm": False, "dtype": jnp.bfloat16}, {
-            "qkv/kernel": ((64, 3, 64), "bfloat16", ("embed", "qkv", "heads")), "qkv/bias": ((3, 64), "bfloat16", ("qkv", "heads")),
+            "qkv/kernel": ((64, 3, 64), "bfloat16", ("embed", "qkv", "heads")),
+            "qkv/bias": ((3, 64), "bfloat16", ("qkv", "heads")),
             "out/kernel": ((64, 64), "bfloat16", ("heads", "embed")), "out/bias": ((64,), "bfloat16", ("embed",)),
         }),
     ],
@@ -260,7 +194,11 @@ def test_low_rank_adaptation_scopes(scope, adapted):
         ({"softmax_type": "off_by_one"}, {}, "softmax_type: expected one of .*not available yet"),
         ({"score_mod": lambda s: s}, {}, "score_mod .*not available yet"),
         ({"attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs mask="),
-        ({"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "pairs"}, {}, "group: expected 'consecutive' or"),
+        (
+            {"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "pairs"},
+            {},
+            "group: expected 'consecutive' or",
+        ),
         ({"enable_sequence_parallel": True}, {}, "enable_sequence_parallel: expected one of .*not available yet"),
     ],
 )
@@ -281,7 +219,7 @@ def test_checkpoint_names():
         assert f"name={name}" in jaxpr
 
 
-# --- RelativePositionBiases --------------------------------------------------------------------------------------------
+# --- RelativePositionBiases ------------------------------------------------------------------------------------------
 
 
 def t5_bucket(distance: int, bidirectional: bool, buckets: int, furthest: int) -> int:

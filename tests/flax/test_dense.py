@@ -27,7 +27,7 @@ def gemm_roundings(variables, gemm: str = "gemm", rec=DELAYED):
     return emulated.roundings(rec, [float(state[f"{gemm}_{o}"].scale) for o in ("x", "kernel", "grad")])
 
 
-# --- Parameters --------------------------------------------------------------------------------------------------------
+# --- Parameters ------------------------------------------------------------------------------------------------------
 
 AXES = dict(kernel_axes=("embed", "qkv", "heads"), bias_axes=("qkv", "heads"))
 LORA = dict(enable_low_rank_adaptation=True, low_rank_adaptation_dim=4)
@@ -42,8 +42,10 @@ BIAS = {"bias": ((3, 16), "float32", ("qkv", "heads"))}
         (DenseGeneral(features=(3, 16), **AXES), {**KERNEL, **BIAS}),
         (DenseGeneral(features=(3, 16), use_bias=False, **AXES), KERNEL),
         (DenseGeneral(features=5), {"kernel": ((64, 5), "float32", None), "bias": ((5,), "float32", None)}),
-        (DenseGeneral(features=5, dtype=jnp.bfloat16), {"kernel": ((64, 5), "bfloat16", None), "bias": ((5,), "bfloat16", None)}),
-        (DenseGeneral(features=5, dtype=jnp.bfloat16, param_dtype=jnp.float32, use_bias=False), {"kernel": ((64, 5), "float32", None)}),
+        (DenseGeneral(features=5, dtype=jnp.bfloat16),
+         {"kernel": ((64, 5), "bfloat16", None), "bias": ((5,), "bfloat16", None)}),
+        (DenseGeneral(features=5, dtype=jnp.bfloat16, param_dtype=jnp.float32, use_bias=False),
+         {"kernel": ((64, 5), "float32", None)}),
         (DenseGeneral(features=5, use_bias=False, **LORA), {
             "kernel": ((64, 5), "float32", None),
             "lora_a_kernel": ((64, 4), "float32", (None, "lora")),
@@ -86,10 +88,12 @@ def test_initial_variance_is_one_over_what_is_contracted(axis, fan_in):
     assert abs(float(kernel.var()) * fan_in - 1) < 0.12
 
 
-# --- Values ------------------------------------------------------------------------------------------------------------
+# --- Values ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis, features", [(-1, 5), (-1, (3, 5)), ((-2, -1), 5), ((2, 3), (3, 5)), (1, 5), ((0, -1), 5)])  # fmt: skip
+@pytest.mark.parametrize(
+    "axis, features", [(-1, 5), (-1, (3, 5)), ((-2, -1), 5), ((2, 3), (3, 5)), (1, 5), ((0, -1), 5)]
+)
 def test_dense_is_flax(axis, features):
     module = DenseGeneral(features=features, axis=axis)
     theirs = nn.DenseGeneral(features=features, axis=axis)
@@ -173,7 +177,8 @@ def test_return_bias_leaves_it_out():
     y, bias = module.apply(variables, X)
     testing.assert_same_bytes(bias, variables["params"]["bias"])
     testing.assert_close(y + bias, whole.apply(variables, X), F32)
-    assert DenseGeneral(features=5, return_bias=True, use_bias=False).apply({"params": {"kernel": variables["params"]["kernel"]}}, X)[1] is None  # fmt: skip
+    unbiased = DenseGeneral(features=5, return_bias=True, use_bias=False)
+    assert unbiased.apply({"params": {"kernel": variables["params"]["kernel"]}}, X)[1] is None
 
 
 def test_depth_scaling_divides():
@@ -205,7 +210,7 @@ def test_checkpoint_name_is_seen():
     assert "name=mine" in str(jax.make_jaxpr(module.apply)(variables, X))
 
 
-# --- Shards ------------------------------------------------------------------------------------------------------------
+# --- Shards ----------------------------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -247,7 +252,7 @@ def test_sharded_is_unsharded(resource, explicit):
             testing.assert_same_bytes(inputs(got), inputs(expected))
 
 
-# --- Misuse ------------------------------------------------------------------------------------------------------------
+# --- Misuse ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -258,7 +263,10 @@ def test_sharded_is_unsharded(resource, explicit):
         (DenseGeneral(features=5, axis=3), r"axis: expected distinct axes of x\[4, 8, 64\], got 3"),
         (DenseGeneral(features=5, axis=(-1, 2)), r"axis: expected distinct axes of x\[4, 8, 64\], got \(-1, 2\)"),
         (DenseGeneral(features=5, kernel_axes=("embed",)), r"kernel: expected 2 logical axes for the shape \(64, 5\)"),
-        (DenseGeneral(features=5, input_axes=("batch",)), r"expected 3 logical axes for x\[4, 8, 64\], got \('batch',\)"),
+        (
+            DenseGeneral(features=5, input_axes=("batch",)),
+            r"expected 3 logical axes for x\[4, 8, 64\], got \('batch',\)",
+        ),
         (LayerNormDenseGeneral(features=5, axis=(-2, -1)), r"axis: expected -1, the axis of the norm, got \(-2, -1\)"),
         (LayerNormDenseGeneral(features=5, layernorm_type="rms"), "expected 'layernorm' or 'rmsnorm', got 'rms'"),
         (LayerNormDenseGeneral(features=0), "features: expected positive sizes, got 0"),

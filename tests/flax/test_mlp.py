@@ -37,10 +37,13 @@ def roundings(variables, rec):
     return tuple(emulated.roundings(rec, s) for s in scales)
 
 
-# --- Parameters --------------------------------------------------------------------------------------------------------
+# --- Parameters ------------------------------------------------------------------------------------------------------
 
 NORM = {"scale": ((64,), "float32", ("embed",)), "ln_bias": ((64,), "float32", ("embed",))}
-KERNELS = {"wi_kernel": ((64, 1, 96), "float32", ("embed", "act", "mlp")), "wo_kernel": ((96, 64), "float32", ("mlp", "embed"))}  # fmt: skip
+KERNELS = {
+    "wi_kernel": ((64, 1, 96), "float32", ("embed", "act", "mlp")),
+    "wo_kernel": ((96, 64), "float32", ("mlp", "embed")),
+}
 GATED = {**KERNELS, "wi_kernel": ((64, 2, 96), "float32", ("embed", "act", "mlp"))}
 
 
@@ -55,7 +58,8 @@ GATED = {**KERNELS, "wi_kernel": ((64, 2, 96), "float32", ("embed", "act", "mlp"
             "wi_bias": ((2, 96), "float32", ("act", "mlp")),
             "wo_bias": ((64,), "float32", ("embed",)),
         }),
-        ({"dtype": jnp.bfloat16, "enable_layernorm": False, "kernel_axes_1": ("a", "b", "c"), "kernel_axes_2": ("d", "e")}, {
+        ({"dtype": jnp.bfloat16, "enable_layernorm": False,
+          "kernel_axes_1": ("a", "b", "c"), "kernel_axes_2": ("d", "e")}, {
             "wi_kernel": ((64, 1, 96), "bfloat16", ("a", "b", "c")), "wo_kernel": ((96, 64), "bfloat16", ("d", "e")),
         }),
         ({"enable_layernorm": False, "enable_low_rank_adaptation": True, "low_rank_adaptation_dim": 4}, {
@@ -88,11 +92,13 @@ def test_initial_variance_of_each_product_is_one_over_its_width():
     assert abs(float(np.corrcoef(*[np.asarray(h).ravel() for h in halves])[0, 1])) < 0.05, "drawn independently"
 
 
-# --- Values ------------------------------------------------------------------------------------------------------------
+# --- Values ----------------------------------------------------------------------------------------------------------
 
 CASES = {
     "layernorm gelu with bias": dict(use_bias=True),
-    "zero-centred rmsnorm swiglu": dict(layernorm_type="rmsnorm", zero_centered_gamma=True, activations=("silu", "linear")),
+    "zero-centred rmsnorm swiglu": dict(
+        layernorm_type="rmsnorm", zero_centered_gamma=True, activations=("silu", "linear")
+    ),
     "no norm squared relu": dict(enable_layernorm=False, activations=("squared_relu",)),
     "returned": dict(return_layernorm_output=True, activations=("gelu", "linear"), use_bias=True),
     "of any function": dict(activations=(jnp.tanh, "relu")),
@@ -149,7 +155,7 @@ def test_fused_stages_make_no_separate_casts():
     assert jaxpr.count("<kernel gemm:") == 6
 
 
-# --- Dropout -----------------------------------------------------------------------------------------------------------
+# --- Dropout ---------------------------------------------------------------------------------------------------------
 
 
 def test_dropout_is_deterministic_when_asked_and_seeded_otherwise():
@@ -177,7 +183,7 @@ def test_dropout_drops_activations_and_shares_the_pattern_over_given_axes():
         assert (dropped == dropped[:, :1]).all() == (dims == (1,))
 
 
-# --- Options -----------------------------------------------------------------------------------------------------------
+# --- Options ---------------------------------------------------------------------------------------------------------
 
 
 def test_low_rank_adaptation_adds_a_b_to_both_products():
@@ -212,7 +218,7 @@ def test_checkpoint_names_are_saved_by_a_policy():
             assert "name=one" in str(jax.make_jaxpr(module.apply)(variables, X)) or rec
 
 
-# --- Shards ------------------------------------------------------------------------------------------------------------
+# --- Shards ----------------------------------------------------------------------------------------------------------
 
 RESOURCES = {
     "dp and tp": te.MeshResource(dp_resource="data", tp_resource="model"),
@@ -237,6 +243,21 @@ def test_sharded_is_unsharded(resource, explicit):
     got, expected = (g[1][0][STATE_COLLECTION] for g in (got, expected))
     for name in ("gemm_1_x", "gemm_1_kernel", "gemm_2_kernel", "gemm_2_grad"):
         testing.assert_same_bytes(got[name], expected[name], name)
+
+
+def test_input_axes_shard_the_stages_and_change_nothing():
+    axes = dict(
+        layernorm_input_axes=("batch", None, None),
+        dot_1_input_axes=("batch", None, None),
+        dot_2_input_axes=("batch", None, "mlp"),
+    )
+    variables = steps.randomized(steps.init(LayerNormMLP(intermediate_dim=96), X))
+    expected = jax.device_get(LayerNormMLP(intermediate_dim=96).apply(variables, X)[0])
+    mesh = testing.mesh_of((4, 2), ("data", "model"))
+    with testing.on_mesh(mesh), steps.autocast(None, mesh_resource=RESOURCES["dp and tp"]):
+        run = jax.jit(lambda v, x: LayerNormMLP(intermediate_dim=96, **axes).apply(v, x)[0])
+        assert str(run.trace(variables, X).jaxpr).count("sharding_constraint") == 3
+        testing.assert_close(jax.device_get(run(variables, X)), expected, F32)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -269,7 +290,7 @@ def test_in_a_manual_shard_map(check_vma):
         testing.assert_same_bytes(got[1][STATE_COLLECTION][name], expected[1][STATE_COLLECTION][name], name)
 
 
-# --- Misuse ------------------------------------------------------------------------------------------------------------
+# --- Misuse ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

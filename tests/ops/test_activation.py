@@ -19,6 +19,7 @@ from stored import (
     wide,
 )
 
+from transformer_engine_jax import testing
 from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.activation import activation, activation_bwd, activation_fwd, fused_name
 from transformer_engine_jax.testing import check_kernel, check_op, epsilon
@@ -57,6 +58,10 @@ each_case = pytest.mark.parametrize("implementation, name, shape, dtype", CASES,
 def implementation(request):
     with use_references(request.param == "reference"):
         yield request.param
+
+
+# A slope s (1 - s) near s = 1 magnifies the last bit of s, and CUDA's logistic has two of those to lose.
+DBIAS = (16 if testing.platforms() == ["cpu"] else 64) * EPS
 
 
 def inputs(name, shape, dtype=jnp.float32, seed=0):
@@ -117,7 +122,7 @@ def test_fp8_results(implementation, name, shape, dtype):
     assert_transposed(d.dz_t, d.dz, 2)
     rows = tuple(range(z.ndim - 2))
     assert d.dbias.shape == z.shape[-2:] and d.dbias.dtype == jnp.float32
-    assert np.all(np.abs(wide(d.dbias) - dz.sum(rows)) <= 16 * EPS * np.abs(dz).sum(rows) + 1e-9)
+    assert np.all(np.abs(wide(d.dbias) - dz.sum(rows)) <= DBIAS * np.abs(dz).sum(rows) + 1e-9)
 
 
 @pytest.mark.parametrize("name, dtype", [(n, F32) for n in NAMES] + [("gelu", F16), ("silu_linear", BF16)])

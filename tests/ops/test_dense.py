@@ -52,7 +52,7 @@ def plain_step(x, kernel, bias, dy, *, k_axes, roundings=None):
     return y, list(vjp(dy.astype(jnp.float32)))
 
 
-# --- High precision ----------------------------------------------------------------------------------------------------
+# --- High precision --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,7 +90,7 @@ def test_without_bias():
     testing.assert_close(dense(x, kernel), emulated.dense(x, kernel), F32)
 
 
-# --- FP8 against its emulation: right scales, right formats, everything rounded once ------------------------------------
+# --- FP8 against its emulation: right scales, right formats, everything rounded once ---------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -142,7 +142,7 @@ def test_reference_kernels_give_the_same():
     testing.assert_same_bytes(got[2], expected[2])
 
 
-# --- FP8 against the exact product -------------------------------------------------------------------------------------
+# --- FP8 against the exact product -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
@@ -200,7 +200,7 @@ def test_calibrating_computes_in_high_precision_and_records():
 def test_a_bad_batch_leaves_the_state_finite(bad):
     (x, kernel, bias, dy), k_axes = inputs()
     run = partial(step, k_axes=k_axes, rec=DELAYED)
-    y, grads, states = run(x.at[0, 0, 0].set(bad), kernel, bias, dy.at[0, 0, 0, 0].set(bad), emulated.states())
+    y, _, states = run(x.at[0, 0, 0].set(bad), kernel, bias, dy.at[0, 0, 0, 0].set(bad), emulated.states())
     assert np.isnan(bad) == bool(jnp.isnan(y).any()), "NaN passes through, Inf saturates"
     for old, new in zip(emulated.SCALES, (states.x, states.grad)):
         assert float(new.scale) in emulated.SCALES and not np.asarray(new.amax_history).any(), old
@@ -240,7 +240,7 @@ def test_scan_and_remat():
     testing.assert_close(scanned(x, kernel, bias, emulated.states()), expected, F32)
 
 
-# --- Shards ------------------------------------------------------------------------------------------------------------
+# --- Shards ----------------------------------------------------------------------------------------------------------
 
 # Specs of x [4, 8, 64], kernel [64, 48], bias [48], dy [4, 8, 48] on a mesh of 4 "data" x 2 "model".
 PARALLEL = {
@@ -298,7 +298,7 @@ def test_amax_axes_that_do_not_exist_are_named():
         step(x, kernel, bias, dy, emulated.states(), k_axes=k_axes, rec=DELAYED, context=(("amax_axes", ("tokens",)),))
 
 
-# --- Misuse ------------------------------------------------------------------------------------------------------------
+# --- Misuse ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -314,8 +314,9 @@ def test_amax_axes_that_do_not_exist_are_named():
 )
 def test_shapes_that_do_not_fit_are_named(fp8, x, kernel, bias, k_axes, message):
     quantizers = emulated.quantizers(emulated.states(), DELAYED) if fp8 else None
+    bias = None if bias is None else jnp.ones(bias)
     with pytest.raises(ValueError, match=message):
-        dense(jnp.ones(x), jnp.ones(kernel), None if bias is None else jnp.ones(bias), k_axes=k_axes, quantizers=quantizers)  # fmt: skip
+        dense(jnp.ones(x), jnp.ones(kernel), bias, k_axes=k_axes, quantizers=quantizers)
 
 
 def test_a_state_of_another_history_length_is_named():

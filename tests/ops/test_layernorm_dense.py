@@ -16,6 +16,7 @@ from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
 from transformer_engine_jax.ops.quantize import E4M3, E5M2
 
+NORM = Norm()
 NORMS = pytest.mark.parametrize("centred", [True, False], ids=["layernorm", "rmsnorm"])
 
 
@@ -27,20 +28,20 @@ def inputs(dtype=jnp.float32, centred=True):
     return (x, gamma, beta if centred else None, kernel, bias), jnp.asarray(dy.astype(dtype))
 
 
-def fused(x, gamma, beta, kernel, bias, quantizers=None, options=Norm()):
+def fused(x, gamma, beta, kernel, bias, quantizers=None, options=NORM):
     return layernorm_dense(x, gamma, beta, kernel, bias, norm_options=options, quantizers=quantizers)
 
 
-def composed(x, gamma, beta, kernel, bias, quantizers=None, options=Norm()):
+def composed(x, gamma, beta, kernel, bias, quantizers=None, options=NORM):
     return dense(norm(options, x, gamma, beta), kernel, bias, quantizers=quantizers)
 
 
-def plain(x, gamma, beta, kernel, bias, roundings=None, options=Norm()):
+def plain(x, gamma, beta, kernel, bias, roundings=None, options=NORM):
     return emulated.dense(emulated.norm(x, gamma, beta, **options._asdict()), kernel, bias, roundings=roundings)
 
 
 @partial(jax.jit, static_argnames=("op", "rec", "options"))
-def step(op, arrays, dy, states, rec, options=Norm()):
+def step(op, arrays, dy, states, rec, options=NORM):
     """The output, the gradients of the arrays, and the next states."""
     f = lambda arrays, states: op(*arrays, quantizers=emulated.quantizers(states, rec), options=options)  # noqa: E731
     y, vjp = jax.vjp(f, arrays, states)
@@ -48,7 +49,7 @@ def step(op, arrays, dy, states, rec, options=Norm()):
 
 
 @partial(jax.jit, static_argnames=("roundings", "options"))
-def plain_step(arrays, dy, roundings=None, options=Norm()):
+def plain_step(arrays, dy, roundings=None, options=NORM):
     y, vjp = jax.vjp(lambda arrays: plain(*arrays, roundings=roundings, options=options), arrays)
     return y, vjp(dy.astype(jnp.float32))[0]
 
@@ -61,7 +62,7 @@ def test_f32_and_bf16(centred):
         testing.assert_close((y, vjp(dy)[0]), plain_step(arrays, dy), bound, str(dtype))
 
 
-@pytest.mark.parametrize("options", [Norm(), Norm(1e-2, True)], ids=["plain gamma", "zero-centred gamma"])
+@pytest.mark.parametrize("options", [NORM, Norm(1e-2, True)], ids=["plain gamma", "zero-centred gamma"])
 @NORMS
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_fp8_is_the_emulated_one(name, centred, options):

@@ -181,7 +181,7 @@ def test_the_compiled_step_holds_as_many_casts():
 
 
 def test_activations_without_a_kernel_run_stage_by_stage():
-    x, gamma, beta, (k1, k2), _ = inputs("rmsnorm swiglu")[0]
+    x, gamma, _, (k1, k2), _ = inputs("rmsnorm swiglu")[0]
     activations = ("gelu", "silu")
     run = partial(layernorm_mlp, x, gamma, None, (k1, k2), activations=activations)
     expected = emulated.mlp(emulated.norm(x, gamma), (k1, k2), activations=activations)
@@ -225,7 +225,9 @@ def test_shapes_that_do_not_fit_are_named(fp8):
         run(x, gamma, beta, (k1, k2[:64]))
     with pytest.raises(ValueError, match=r"second product: bias: expected the shape \(64,\).*got \(3,\)"):
         run(x, gamma, beta, (k1, k2), (b1, b2[:3]))
-    with pytest.raises(ValueError, match=r"kernels\[0\]: expected \[K, 2, N\] for \('gelu', 'linear'\), got \[64, 1, 96\]"):
+    with pytest.raises(
+        ValueError, match=r"kernels\[0\]: expected \[K, 2, N\] for \('gelu', 'linear'\), got \[64, 1, 96\]"
+    ):
         run(x, gamma, beta, (k1, k2), activations=("gelu", "linear"))
-    with pytest.raises(ValueError, match="activations: expected some of .*got 'tanh'"):
+    with pytest.raises(ValueError, match=r"activations: expected some of .*got 'tanh'"):
         run(x, gamma, beta, (k1, k2), activations=("tanh",))

@@ -20,7 +20,6 @@ FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def numpy_cast(x, scale: float, dtype) -> np.ndarray:
     """The cast from its definition, with numpy: flush, scale in f32, saturate, round once to nearest even."""
 
-
     def flush(values):
         return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), values), values)
 

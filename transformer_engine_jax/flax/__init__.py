@@ -1,11 +1,13 @@
 """Linen modules: `import transformer_engine_jax.flax as te_flax`."""
 
-from transformer_engine_jax.flax.attention import DotProductAttention, MultiHeadAttention, RelativePositionBiases
+from transformer_engine_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
+from transformer_engine_jax.flax.dot_product_attention import DotProductAttention
 from transformer_engine_jax.flax.layernorm import LayerNorm, RMSNorm
 from transformer_engine_jax.flax.mlp import LayerNormMLP
 from transformer_engine_jax.flax.transformer import TransformerLayer, TransformerLayerType
+from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.sharding import extend_logical_axis_rules
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "MultiHeadAttention",
     "RMSNorm",
     "RelativePositionBiases",
+    "SequenceDescriptor",
     "TransformerLayer",
     "TransformerLayerType",
     "extend_logical_axis_rules",

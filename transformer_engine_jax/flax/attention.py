@@ -1,9 +1,8 @@
-"""DotProductAttention, MultiHeadAttention with RoPE, and T5's RelativePositionBiases."""
+"""MultiHeadAttention with RoPE, and T5's RelativePositionBiases."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,117 +13,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.flax.base import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
-from transformer_engine_jax.ops.attention import Attention, dot_product_attention
+from transformer_engine_jax.flax.dot_product_attention import DotProductAttention, one_of
 from transformer_engine_jax.ops.rope import rope, rope_frequencies
 
-MASK_TYPES = ("no_mask", "padding", "causal", "padding_causal", "causal_padding")
-BIAS_TYPES = (None, "no_bias", "pre_scale_bias", "post_scale_bias")
 SCOPES = ("none", "all", *(f"{how}{what}" for how in ("", "exclude_") for what in ("qkv_proj", "output_proj", "mlp")))
-LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd")
 
 
 def adapts(scope: str, projection: str) -> bool:
     """Whether a low_rank_adaptation_scope, one of SCOPES, gives this projection its LoRA branch."""
     return scope in ("all", projection) or (scope.startswith("exclude_") and scope != f"exclude_{projection}")
-
-
-def _one_of(module: nn.Module, field: str, allowed: Sequence, note: str = "") -> None:
-    value = getattr(module, field)
-    if value not in allowed:
-        raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
-
-
-class DotProductAttention(nn.Module):
-    """Attention of queries over keys and values, by head; heads / groups > 1 is GQA.
-
-    attn_mask_type: "causal", "padding" (needs `mask`), "padding_causal", "no_mask". attn_bias_type: None takes
-    post_scale_bias where a bias is given. scale_factor: None means 1 / sqrt(head_dim). window_size: (left, right) keys
-    seen, -1 for all. transpose_batch_sequence: inputs are [S, B, ...]. Logits and softmax are always in f32.
-    """
-
-    head_dim: int
-    num_attention_heads: int
-    num_gqa_groups: int | None = None
-    attention_dropout: float = 0.0
-    attn_mask_type: str = "causal"
-    attn_bias_type: str | None = None
-    dropout_rng_name: str = "dropout"
-    float32_logits: bool = False
-    qkv_layout: str = "bshd_bshd_bshd"
-    scale_factor: float | None = None
-    transpose_batch_sequence: bool = False
-    window_size: tuple[int, int] | None = None
-    max_segments_per_seq: int = 1
-    context_parallel_causal_load_balanced: bool = False
-    context_parallel_axis: str = ""
-    context_parallel_strategy: str = "DEFAULT"
-    context_checkpoint_name: str = "context"
-    softmax_type: str = "vanilla"
-    score_mod: Callable | None = None
-
-    @nn.compact
-    def __call__(self, query, key=None, value=None, sequence_descriptor=None, bias=None, *, deterministic: bool = False, mask=None):  # fmt: skip
-        """query [B, S, H, D] (or packed as qkv_layout says), key, value [B, S, G, D] -> [B, S, H, D].
-
-        mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out. bias: likewise.
-        """
-        self._check(sequence_descriptor, bias, mask)
-        query, key, value = self._unpack(query, key, value)
-        self._check_heads(query, key, value)
-        if self.transpose_batch_sequence:
-            query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
-        dropping = self.attention_dropout > 0 and not deterministic
-        options = Attention(
-            scale=1.0 / float(np.sqrt(self.head_dim)) if self.scale_factor is None else float(self.scale_factor),
-            causal="causal" in self.attn_mask_type,
-            window=None if self.window_size is None else tuple(self.window_size),
-            bias_before_scale=self.attn_bias_type == "pre_scale_bias",
-            dropout=self.attention_dropout,
-        )
-        context = dot_product_attention(
-            query, key, value, options=options, bias=bias,
-            mask=mask if "padding" in self.attn_mask_type else None,
-            dropout_key=self.make_rng(self.dropout_rng_name) if dropping else None,
-        )  # fmt: skip
-        context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
-        return checkpoint_name(context, self.context_checkpoint_name)
-
-    def _check(self, sequence_descriptor, bias, mask) -> None:
-        _one_of(self, "attn_mask_type", MASK_TYPES)
-        _one_of(self, "attn_bias_type", BIAS_TYPES)
-        _one_of(self, "qkv_layout", LAYOUTS, " (packed sequences are not available yet)")
-        _one_of(self, "softmax_type", ("vanilla",), " (not available yet)")
-        for field, default in (("axis", ""), ("strategy", "DEFAULT"), ("causal_load_balanced", False)):
-            _one_of(self, f"context_parallel_{field}", (default,), " (context parallelism is not available yet)")
-        if sequence_descriptor is not None or self.score_mod is not None or self.max_segments_per_seq != 1:
-            raise ValueError(
-                f"{type(self).__name__}: sequence_descriptor, score_mod and max_segments_per_seq are not available "
-                "yet; give padding as mask="
-            )
-        if self.num_attention_heads % (self.num_gqa_groups or self.num_attention_heads):
-            raise ValueError(f"{type(self).__name__}: {self.num_attention_heads} heads do not divide into {self.num_gqa_groups} groups")  # fmt: skip
-        if "padding" in self.attn_mask_type and mask is None:
-            raise ValueError(f"{type(self).__name__}: attn_mask_type={self.attn_mask_type!r} needs mask=, True where masked out")  # fmt: skip
-        if "padding" not in self.attn_mask_type and mask is not None:
-            warnings.warn(f"{type(self).__name__}: mask= is ignored with attn_mask_type={self.attn_mask_type!r}", stacklevel=3)  # fmt: skip
-        if bias is not None and self.attn_bias_type == "no_bias":
-            raise ValueError(f"{type(self).__name__}: attn_bias_type='no_bias' but a bias was given")
-
-    def _check_heads(self, query, key, value) -> None:
-        groups = self.num_gqa_groups or self.num_attention_heads
-        for name, x, heads in (("query", query, self.num_attention_heads), ("key", key, groups), ("value", value, groups)):
-            size = x.shape[-1] if name == "value" else self.head_dim
-            if x.ndim != 4 or x.shape[2:] != (heads, size):
-                raise ValueError(f"{type(self).__name__}: {name}: expected [B, S, {heads}, {size}], got {list(x.shape)}")
-
-    def _unpack(self, query, key, value):
-        if self.qkv_layout == "bs3hd":
-            return query[:, :, 0], query[:, :, 1], query[:, :, 2]
-        if self.qkv_layout == "bshd_bs2hd":
-            return query, key[:, :, 0], key[:, :, 1]
-        if key is None or value is None:
-            raise ValueError(f"{type(self).__name__}: qkv_layout={self.qkv_layout!r} needs query, key and value")
-        return query, key, value
 
 
 class MultiHeadAttention(nn.Module):
@@ -175,8 +72,8 @@ class MultiHeadAttention(nn.Module):
 
         Self-attention, whose projections are fused, where inputs_kv is None or the very object that inputs_q is.
         """
-        _one_of(self, "low_rank_adaptation_scope", SCOPES)
-        _one_of(self, "enable_sequence_parallel", (False,), " (not available yet)")
+        one_of(self, "low_rank_adaptation_scope", SCOPES)
+        one_of(self, "enable_sequence_parallel", (False,), " (not available yet)")
         if decode:
             raise ValueError("MultiHeadAttention: decode=True, a KV cache, is not available yet")
         is_self = inputs_kv is None or inputs_kv is inputs_q
@@ -225,7 +122,9 @@ class MultiHeadAttention(nn.Module):
 
     def _rotate(self, x):
         x = jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
-        x = rope(x, rope_frequencies(self.head_dim, self.rotary_pos_emb_windows), group=self.rotary_pos_emb_group_method)
+        x = rope(
+            x, rope_frequencies(self.head_dim, self.rotary_pos_emb_windows), group=self.rotary_pos_emb_group_method
+        )
         return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
 
     def _project(self, inputs_q, inputs_kv):

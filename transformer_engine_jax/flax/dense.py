@@ -19,7 +19,7 @@ from transformer_engine_jax.quantized import keep
 from transformer_engine_jax.sharding import constrain
 
 
-def _contracted_last(x: jax.Array, axis) -> tuple[jax.Array, int]:
+def contracted_last(x: jax.Array, axis) -> tuple[jax.Array, int]:
     """x with the axes to contract moved to its end, and their number."""
     axes = tuple(a % x.ndim if -x.ndim <= a < x.ndim else x.ndim for a in canonical_tuple(axis))
     if x.ndim in axes or len(set(axes)) != len(axes):
@@ -60,8 +60,14 @@ class _Dense(Fp8Module):
 
     def _finish(self, y: jax.Array, x: jax.Array, k_axes: int, features, unused) -> jax.Array:
         if self.enable_low_rank_adaptation:
-            y = y + self.low_rank(x, k_axes, features, self.low_rank_adaptation_dim, self.low_rank_adaptation_alpha,
-                                  self.param_dtype or self.dtype)  # fmt: skip
+            y = y + self.low_rank(
+                x,
+                k_axes,
+                features,
+                self.low_rank_adaptation_dim,
+                self.low_rank_adaptation_alpha,
+                self.param_dtype or self.dtype,
+            )
         return keep(y, unused)
 
     def _computed_in(self, x: jax.Array) -> jax.Array:
@@ -84,7 +90,7 @@ class DenseGeneral(_Dense):
     def __call__(self, x: jax.Array):
         """x[.., contracted..] -> [.., features..] in x's dtype, or (that, bias) with return_bias."""
         x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
-        x, k_axes = _contracted_last(x, self.axis)
+        x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
         quantizers, unused = self.gemm_quantizers("gemm")
         y = dense(x, kernel, None if self.return_bias else bias, k_axes=k_axes, quantizers=quantizers)
@@ -125,13 +131,19 @@ class LayerNormDenseGeneral(_Dense):
         normed = gamma = beta = None
         if self.enable_layernorm:
             gamma, beta = self.make_norm_params(
-                x.shape[-1], self.layernorm_type, self.scale_init, self.scale_axes, self.ln_bias_init,
-                self.ln_bias_axes, self.zero_centered_gamma, self.param_dtype or self.dtype,
-            )  # fmt: skip
+                x.shape[-1],
+                self.layernorm_type,
+                self.scale_init,
+                self.scale_axes,
+                self.ln_bias_init,
+                self.ln_bias_axes,
+                self.zero_centered_gamma,
+                self.param_dtype or self.dtype,
+            )
         separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
         if self.enable_layernorm and separate:
             x = normed = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
-        x, k_axes = _contracted_last(x, self.axis)
+        x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
         quantizers, unused = self.gemm_quantizers("gemm")
         if self.enable_layernorm and normed is None:

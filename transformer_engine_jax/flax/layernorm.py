@@ -36,9 +36,15 @@ class LayerNorm(Fp8Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x[.., K] (f32, f16, bf16) -> [.., K] in its dtype."""
         gamma, beta = self.make_norm_params(
-            x.shape[-1], self.layernorm_type, self.scale_init, self.scale_axes, self.bias_init, self.bias_axes,
-            self.zero_centered_gamma, self.dtype,
-        )  # fmt: skip
+            x.shape[-1],
+            self.layernorm_type,
+            self.scale_init,
+            self.scale_axes,
+            self.bias_init,
+            self.bias_axes,
+            self.zero_centered_gamma,
+            self.dtype,
+        )
         return norm(Norm(self.epsilon, self.zero_centered_gamma), x, gamma, beta)
 
 

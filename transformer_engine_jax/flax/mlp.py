@@ -79,9 +79,15 @@ class LayerNormMLP(Fp8Module):
         gamma = beta = None
         if self.enable_layernorm:
             gamma, beta = self.make_norm_params(
-                hidden, self.layernorm_type, self.scale_init, self.scale_axes, self.ln_bias_init, self.ln_bias_axes,
-                self.zero_centered_gamma, self.dtype,
-            )  # fmt: skip
+                hidden,
+                self.layernorm_type,
+                self.scale_init,
+                self.scale_axes,
+                self.ln_bias_init,
+                self.ln_bias_axes,
+                self.zero_centered_gamma,
+                self.dtype,
+            )
         kernels, biases = self._make_kernels(hidden, count)
         first, unused_1 = self.gemm_quantizers("gemm_1")
         second, unused_2 = self.gemm_quantizers("gemm_2")
@@ -90,9 +96,16 @@ class LayerNormMLP(Fp8Module):
         normed = None
         if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
             y = layernorm_mlp(
-                x, gamma, beta, kernels, biases, activations=activations, norm_options=options,
-                quantizers=None if first is None else (first, second), names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
-            )  # fmt: skip
+                x,
+                gamma,
+                beta,
+                kernels,
+                biases,
+                activations=activations,
+                norm_options=options,
+                quantizers=None if first is None else (first, second),
+                names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
+            )
         else:
             normed = x if options is None else norm(options, x, gamma, beta)
             y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout)
@@ -116,8 +129,15 @@ class LayerNormMLP(Fp8Module):
             y = checkpoint_name(dense(x, kernels[i], biases[i], quantizers=quantizers[i]), name)
             if self.enable_low_rank_adaptation:
                 prefix = ("wi_", "wo_")[i]
-                y = y + self.low_rank(x, 1, kernels[i].shape[1:], self.low_rank_adaptation_dim,
-                                      self.low_rank_adaptation_alpha, self.dtype, prefix)  # fmt: skip
+                y = y + self.low_rank(
+                    x,
+                    1,
+                    kernels[i].shape[1:],
+                    self.low_rank_adaptation_dim,
+                    self.low_rank_adaptation_alpha,
+                    self.dtype,
+                    prefix,
+                )
             return y
 
         z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)

@@ -92,7 +92,10 @@ class TransformerLayer(nn.Module):
         if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
             raise ValueError(f"TransformerLayer: inputs: expected [B, S, {self.hidden_size}], got {list(inputs.shape)}")
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"TransformerLayer: hidden_size={self.hidden_size} does not divide into {self.num_attention_heads} heads")  # fmt: skip
+            raise ValueError(
+                f"TransformerLayer: hidden_size={self.hidden_size} does not divide into "
+                f"{self.num_attention_heads} heads"
+            )
         tokens = ("seqlen", "batch") if self.transpose_batch_sequence else ("batch", "seqlen")
         inputs = constrain(inputs, (*tokens, "embed_activations"))
         post = self.apply_residual_connection_post_layernorm
@@ -182,7 +185,9 @@ class TransformerLayer(nn.Module):
         """residual + branch, with dropout of features and of whole samples (stochastic depth) on the branch."""
         if self.hidden_dropout > 0 and not deterministic:
             branch = nn.Dropout(
-                self.hidden_dropout, broadcast_dims=tuple(self.hidden_dropout_dims), rng_collection=self.dropout_rng_name
+                self.hidden_dropout,
+                broadcast_dims=tuple(self.hidden_dropout_dims),
+                rng_collection=self.dropout_rng_name,
             )(branch, deterministic=False)
         if self.drop_path > 0 and not deterministic:
             batch = 1 if self.transpose_batch_sequence else 0

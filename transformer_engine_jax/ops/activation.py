@@ -28,7 +28,8 @@ class Point(NamedTuple):
 
 
 def _logistic(x):
-    return 1.0 / (1.0 + jnp.exp(-x))
+    s = 1.0 / (1.0 + jnp.exp(-x))
+    return jnp.where(s < jnp.finfo(jnp.float32).tiny, 0.0, s)  # exactly 0 at the end of the tail, as in C++
 
 
 def _gated_by_logistic(x, c, v, dv) -> Point:

@@ -42,9 +42,17 @@ class Saved(NamedTuple):
 def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias, k_axes: int, dtype, accumulation: MMParams) -> jax.Array:
     """a[m.., k..] b[n.., k..]^T + bias[n..] -> [m.., n..]."""
     return gemm(
-        a.data, b.data, a.scale_inv, b.scale_inv, bias, None, None,
-        k_axes=k_axes, dtype=dtype, split_accumulator=accumulation.use_split_accumulator,
-    ).d  # fmt: skip
+        a.data,
+        b.data,
+        a.scale_inv,
+        b.scale_inv,
+        bias,
+        None,
+        None,
+        k_axes=k_axes,
+        dtype=dtype,
+        split_accumulator=accumulation.use_split_accumulator,
+    ).d
 
 
 def dense_forward(static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantizers) -> tuple[jax.Array, Saved]:
@@ -112,9 +120,13 @@ def check_dense(op: str, x, kernel, bias, k_axes: int) -> None:
             f"got x{list(x.shape)} and kernel{list(kernel.shape)}"
         )
     if x.shape[x.ndim - k_axes :] != kernel.shape[:k_axes]:
-        raise ValueError(f"{op}: kernel has K={list(kernel.shape[:k_axes])} but x has K={list(x.shape[x.ndim - k_axes :])}")  # fmt: skip
+        raise ValueError(
+            f"{op}: kernel has K={list(kernel.shape[:k_axes])} but x has K={list(x.shape[x.ndim - k_axes :])}"
+        )
     if bias is not None and bias.shape != kernel.shape[k_axes:]:
-        raise ValueError(f"{op}: bias: expected the shape {kernel.shape[k_axes:]} of the kernel's outputs, got {bias.shape}")  # fmt: skip
+        raise ValueError(
+            f"{op}: bias: expected the shape {kernel.shape[k_axes:]} of the kernel's outputs, got {bias.shape}"
+        )
 
 
 def dense(x, kernel, bias=None, *, k_axes: int = 1, quantizers: GemmQuantizers | None = None) -> jax.Array:

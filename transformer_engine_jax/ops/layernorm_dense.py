@@ -7,7 +7,15 @@ from typing import NamedTuple
 import jax
 
 from transformer_engine_jax.kernel import differentiable
-from transformer_engine_jax.ops.dense import Dense, Saved, check_dense, dense, dense_backward, dense_forward, quantize_gradient
+from transformer_engine_jax.ops.dense import (
+    Dense,
+    Saved,
+    check_dense,
+    dense,
+    dense_backward,
+    dense_forward,
+    quantize_gradient,
+)
 from transformer_engine_jax.ops.layernorm import (
     Norm,
     checked_norm,
@@ -19,6 +27,7 @@ from transformer_engine_jax.ops.layernorm import (
     rmsnorm_fwd,
 )
 from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for
+from transformer_engine_jax.ops.state import Scales
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
 
@@ -54,7 +63,7 @@ def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Ca
 
     if quantizer.spec.recipe.stateful:
         out = run(quantizer.scale, dtype=quantizer.spec.dtype, y_t=True, amax=True)
-        cast = cast_result(quantizer.scale, out.y, out.y_t, out.amax)
+        cast = cast_result(Scales(quantizer.scale, quantizer.scale_inv), out.y, out.y_t, out.amax)
     else:
         out = run(None, amax=True)
         cast = quantize_for(quantizer, out.y, q_t=True, amax_of_x=out.amax)

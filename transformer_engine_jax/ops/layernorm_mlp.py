@@ -14,6 +14,7 @@ from transformer_engine_jax.ops.dense import Dense, check_dense, dense, dense_ba
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
 from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for
+from transformer_engine_jax.ops.state import Scales
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
 
@@ -21,7 +22,7 @@ def activation_forward(name: str, z, quantizer: Quantizer) -> Cast:
     """The activation of z[.., A, N], quantized both ways in the pass that computes it."""
     if quantizer.spec.recipe.stateful:
         out = activation_fwd(z, quantizer.scale, activation=name, dtype=quantizer.spec.dtype, y_t=True, amax=True)
-        return cast_result(quantizer.scale, out.y, out.y_t, out.amax)
+        return cast_result(Scales(quantizer.scale, quantizer.scale_inv), out.y, out.y_t, out.amax)
     out = activation_fwd(z, None, activation=name, amax=True)
     return quantize_for(quantizer, out.y, q_t=True, amax_of_x=out.amax)
 
@@ -32,7 +33,7 @@ def activation_backward(name: str, dy, z, quantizer: Quantizer, *, dbias: bool) 
         out = activation_bwd(
             dy, z, quantizer.scale, activation=name, dtype=quantizer.spec.dtype, dz_t=True, amax=True, dbias=dbias
         )
-        return cast_result(quantizer.scale, out.dz, out.dz_t, out.amax, out.dbias)
+        return cast_result(Scales(quantizer.scale, quantizer.scale_inv), out.dz, out.dz_t, out.amax, out.dbias)
     out = activation_bwd(dy, z, None, activation=name, amax=True, dbias=dbias)
     return quantize_for(quantizer, out.dz, k_axes=2, q_t=True, amax_of_x=out.amax)._replace(colsum=out.dbias)
 
@@ -105,7 +106,10 @@ def layernorm_mlp(
     activations = (activations,) if isinstance(activations, str) or callable(activations) else tuple(activations)
     name = fused_name(activations)
     if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
-        raise ValueError(f"layernorm_mlp: kernels[0]: expected [K, {len(activations)}, N] for {activations}, got {list(kernel_1.shape)}")  # fmt: skip
+        raise ValueError(
+            f"layernorm_mlp: kernels[0]: expected [K, {len(activations)}, N] for {activations}, "
+            f"got {list(kernel_1.shape)}"
+        )
     check_dense("layernorm_mlp", x, kernel_1, bias_1, 1)
     activated = jax.ShapeDtypeStruct((*x.shape[:-1], kernel_1.shape[2]), x.dtype)
     check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1)

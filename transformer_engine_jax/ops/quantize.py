@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.kernel import differentiable, kernel, pmax
-from transformer_engine_jax.quantized import QuantizedTensor, Quantizer, QuantizerSpec, report
-from transformer_engine_jax.recipe import current_scale
+from transformer_engine_jax.ops.state import Scales, current_scale, report
+from transformer_engine_jax.quantized import QuantizedTensor, Quantizer, QuantizerSpec
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)
@@ -141,25 +141,30 @@ def reduce_amax(amax: jax.Array, spec: QuantizerSpec, like: jax.Array | None = N
         ) from error
 
 
-def quantizer_scale(quantizer: Quantizer, amax: Callable[[], jax.Array]) -> jax.Array:
-    """The scale f32[] of this step; `amax` is only called where the recipe needs the tensor's own."""
-    if quantizer.spec.recipe.stateful:
-        return quantizer.scale
-    return current_scale(quantizer.spec.recipe, reduce_amax(amax(), quantizer.spec), quantizer.spec.dtype)
+def quantizer_scale(quantizer: Quantizer, amax: Callable[[], jax.Array]) -> Scales:
+    """The scale f32[] of this step and its reciprocal; `amax` is called where the recipe needs the tensor's."""
+    recipe = quantizer.spec.recipe
+    if recipe.stateful:
+        return Scales(quantizer.scale, quantizer.scale_inv)
+    return current_scale(
+        reduce_amax(amax(), quantizer.spec),
+        fp8_max=fp8_max(quantizer.spec.dtype),
+        amax_epsilon=float(recipe.amax_epsilon),
+        power_of_2=recipe.use_power_2_scales,
+    )
 
 
-def cast_result(scale: jax.Array, q, q_t, amax, colsum=None) -> Cast:
-    """A kernel's buffers, cast with `scale`, as QuantizedTensors."""
-    scale_inv = 1.0 / scale
-    tensors = [None if data is None else QuantizedTensor(data, scale_inv) for data in (q, q_t)]
+def cast_result(scales: Scales, q, q_t, amax, colsum=None) -> Cast:
+    """A kernel's buffers, cast with these scales, as QuantizedTensors."""
+    tensors = [None if data is None else QuantizedTensor(data, scales.scale_inv) for data in (q, q_t)]
     return Cast(*tensors, amax, colsum)
 
 
 def quantize_for(quantizer: Quantizer, x, *, k_axes=1, q=True, q_t=False, colsum=False, amax_of_x=None) -> Cast:
     """Quantizes x[m.., k..] as its Quantizer says; `amax_of_x` where the caller already has it."""
-    scale = quantizer_scale(quantizer, lambda: amax(x) if amax_of_x is None else amax_of_x)
-    out = quantize(x, scale, dtype=quantizer.spec.dtype, k_axes=k_axes, q=q, q_t=q_t, colsum=colsum)
-    return cast_result(scale, out.q, out.q_t, out.amax, out.colsum)
+    scales = quantizer_scale(quantizer, lambda: amax(x) if amax_of_x is None else amax_of_x)
+    out = quantize(x, scales.scale, dtype=quantizer.spec.dtype, k_axes=k_axes, q=q, q_t=q_t, colsum=colsum)
+    return cast_result(scales, out.q, out.q_t, out.amax, out.colsum)
 
 
 def observe(quantizer: Quantizer, amax: jax.Array) -> Quantizer:
@@ -167,7 +172,8 @@ def observe(quantizer: Quantizer, amax: jax.Array) -> Quantizer:
     if quantizer.scale is None:
         return quantizer
     amax = reduce_amax(amax, quantizer.spec, like=quantizer.scale)
-    return Quantizer(jnp.zeros_like(quantizer.scale), report(amax), quantizer.spec)
+    zero = jnp.zeros_like(quantizer.scale)
+    return Quantizer(zero, zero, report(amax), quantizer.spec)
 
 
 def _watch_forward(_, x, quantizer):

@@ -1,44 +1,118 @@
-"""Rotary position embedding (Su et al., 2021), computed in f32."""
+"""Rotary position embedding (Su et al., 2021): pairs of features turned by position * frequency, in f32 arithmetic."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from transformer_engine_jax.kernel import differentiable, kernel
+
+_FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
+
+# --- The kernel --------------------------------------------------------------------------------------------------
+
+
+@kernel("... h d, f, ... -> ... h d", whole="d f")
+def rope_rotate(x, frequencies, positions, *, group, inverse=False) -> jax.Array:
+    """x[.., H, D] turned by positions i32[..] * frequencies f32[F], or back where `inverse`; its own gradient."""
+    pairs = frequencies.shape[-1]
+    cos, sin = (t[..., None, :] for t in _turns(positions, frequencies))
+    sin = -sin if inverse else sin
+    a, b = _pairs(x, pairs, group)
+    rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1 if group == "consecutive" else -2)
+    rotated = rotated.reshape(*x.shape[:-1], 2 * pairs).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., 2 * pairs :]], axis=-1)
+
+
+def _pairs(x, pairs: int, group: str) -> tuple[jax.Array, jax.Array]:
+    """The first and the second feature of each pair, f32[.., H, F]."""
+    x = x[..., : 2 * pairs].astype(jnp.float32)
+    if group == "consecutive":
+        return x[..., 0::2], x[..., 1::2]
+    return x[..., :pairs], x[..., pairs:]
+
+
+def _turns(positions, frequencies) -> tuple[jax.Array, jax.Array]:
+    """cos and sin f32[.., F] of the exact positions * frequencies, for positions up to 2**24.
+
+    The product's rounding error is 2**-25 of the angle, 2e-3 radians at position 100000: it is taken from products of
+    halves of 12 bits, which are exact (Dekker, 1971), and added by the addition theorems.
+    """
+    p = positions[..., None].astype(jnp.float32)
+    p_low = (positions[..., None] % 4096).astype(jnp.float32)
+    upper = jax.lax.bitcast_convert_type(frequencies, jnp.uint32) & np.uint32(0xFFFFF000)
+    f_high = jax.lax.bitcast_convert_type(upper, jnp.float32)
+    p_high, f_low = p - p_low, frequencies - f_high
+    angle = p * frequencies
+    rest = (p_high * f_high - angle) + p_high * f_low + p_low * f_high + p_low * f_low
+    (c, s), (dc, ds) = ((jnp.cos(a), jnp.sin(a)) for a in (angle, rest))
+    return c * dc - s * ds, s * dc + c * ds
+
+
+# --- The differentiable op ---------------------------------------------------------------------------------------
+
+
+class Rotation(NamedTuple):
+    """What a rotation needs to know at trace time: which features are pairs, and whether it turns back."""
+
+    group: str
+    inverse: bool = False
 
 
 def rope_frequencies(head_dim: int, windows: tuple[float, float] = (1, 10000)) -> jax.Array:
-    """1 / (min * (max / min) ** (2 i / head_dim)) for i < head_dim / 2, as f32[head_dim / 2]."""
+    """1 / (min * (max / min) ** (2 i / head_dim)) for i < head_dim / 2, as f32[head_dim / 2], each rounded once."""
     low, high = windows
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    return 1.0 / (low * (high / low) ** exponent)
+    return jnp.asarray(1.0 / (low * (high / low) ** (np.arange(0, head_dim, 2) / head_dim)), jnp.float32)
 
 
 def rope(x: jax.Array, frequencies: jax.Array, *, positions: jax.Array | None = None, group: str = "consecutive"):
     """Rotates pairs of features of x[B, S, H, D] by position * frequency.
 
+    cos and sin are within 2e-7 of those of the exact product, at any position up to 2**24.
+
     Args:
       x: f32, f16 or bf16; the result has its shape and dtype.
-      frequencies: f32[D / 2] radians per position.
-      positions: i32[S] or [B, S]; None counts from 0.
-      group: "consecutive" rotates the pairs (2i, 2i + 1), "alternate" the pairs (i, i + D / 2).
+      frequencies: f32[F] radians per position; features from 2 F on stay as they are.
+      positions: integers [S] or [B, S]; None counts from 0.
+      group: "consecutive" rotates the pairs (2i, 2i + 1), "alternate" the pairs (i, i + F).
 
     Raises:
-      ValueError: D is odd or does not fit the frequencies, or an unknown group.
+      ValueError: shapes or dtypes do not fit, or an unknown group.
     """
-    if x.ndim != 4 or x.shape[-1] != 2 * frequencies.shape[-1]:
-        raise ValueError(f"rope: expected x[B, S, H, D] with D = 2 x {frequencies.shape[-1]}, got {list(x.shape)}")
-    positions = jnp.arange(x.shape[1]) if positions is None else positions
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    angles = angles[..., None, :] if angles.ndim == 3 else angles[None, :, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    wide = x.astype(jnp.float32)
-    if group == "consecutive":
-        pairs = wide.reshape(*x.shape[:-1], -1, 2)
-        a, b = pairs[..., 0], pairs[..., 1]
-        rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    elif group == "alternate":
-        a, b = jnp.split(wide, 2, axis=-1)
-        rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    else:
+    x, frequencies = jnp.asarray(x), jnp.asarray(frequencies)
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"rope: x: expected f32, f16 or bf16, got {x.dtype}")
+    if frequencies.ndim != 1 or not jnp.issubdtype(frequencies.dtype, jnp.floating):
+        raise ValueError(f"rope: frequencies: expected f32[F], got {frequencies.dtype}{list(frequencies.shape)}")
+    if x.ndim != 4 or x.shape[-1] < 2 * frequencies.shape[0]:
+        raise ValueError(f"rope: expected x[B, S, H, D] with D >= 2 x {frequencies.shape[0]}, got {list(x.shape)}")
+    if group not in ("consecutive", "alternate"):
         raise ValueError(f"rope: group: expected 'consecutive' or 'alternate', got {group!r}")
-    return rotated.reshape(x.shape).astype(x.dtype)
+    positions = jnp.arange(x.shape[1]) if positions is None else jnp.asarray(positions)
+    if positions.shape not in (x.shape[1:2], x.shape[:2]) or not jnp.issubdtype(positions.dtype, jnp.integer):
+        expected = f"integers [{x.shape[1]}] or {list(x.shape[:2])}"
+        raise ValueError(f"rope: positions: expected {expected}, got {positions.dtype}{list(positions.shape)}")
+    positions = jnp.broadcast_to(positions.astype(jnp.int32), x.shape[:2])
+    return _rope(Rotation(group), x, frequencies.astype(jnp.float32), positions)
+
+
+def _rope_forward(rotation: Rotation, x, frequencies, positions):
+    y = rope_rotate(x, frequencies, positions, **rotation._asdict())
+    return y, (y, frequencies, positions)
+
+
+def _rope_backward(rotation: Rotation, saved, dy):
+    y, frequencies, positions = saved
+    dx = _rope(rotation._replace(inverse=not rotation.inverse), dy, frequencies, positions)
+    # The derivative by the angle is y, turned by a right angle. Where nobody asks for it, the compiler drops it.
+    pairs = frequencies.shape[0]
+    (a, b), (da, db) = _pairs(y, pairs, rotation.group), _pairs(dy, pairs, rotation.group)
+    by_angle = jnp.sum(a * db - b * da, axis=-2) * (-1.0 if rotation.inverse else 1.0)
+    dfrequencies = jnp.sum(positions[..., None].astype(jnp.float32) * by_angle, axis=tuple(range(positions.ndim)))
+    return dx, dfrequencies, None
+
+
+_rope = differentiable(_rope_forward, _rope_backward)

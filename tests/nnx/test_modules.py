@@ -1,0 +1,257 @@
+"""Every NNX module equals its Linen twin, bit for bit: values, gradients, next FP8 state; options, dropout, misuse."""
+
+import emulated
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+import twins
+from flax import nnx
+from steps import CURRENT, DELAYED
+
+import transformer_engine_jax.flax as te_flax
+import transformer_engine_jax.nnx as te_nnx
+from transformer_engine_jax import testing
+
+B, S, K, H, D = 4, 16, 32, 4, 8
+X, Y = (jnp.asarray(a) for a in emulated.normal(5, (B, S, K), (B, 8, 24)))
+Q, KEY, VALUE = (jnp.asarray(a) for a in emulated.normal(6, (B, S, H, D), (B, S, 2, D), (B, S, 2, D)))
+LORA = dict(enable_low_rank_adaptation=True, low_rank_adaptation_dim=4, low_rank_adaptation_alpha=8.0)
+RECIPES = pytest.mark.parametrize("rec", [None, DELAYED, CURRENT], ids=["off", "delayed", "current"])
+
+# name -> (class, sizes of the NNX module, fields of both, fields of Linen's, arguments)
+CASES = {
+    "layernorm": ("LayerNorm", (K,), dict(zero_centered_gamma=True), {}, (X,)),
+    "rmsnorm": ("RMSNorm", (K,), {}, {}, (X,)),
+    "dense": ("DenseGeneral", (K, 48), {}, dict(features=48), (X,)),
+    "dense bf16": ("DenseGeneral", (K, 48), dict(dtype=jnp.bfloat16, param_dtype=jnp.float32), dict(features=48), (X,)),
+    "dense axes": ("DenseGeneral", ((S, K), (3, 16)), dict(axis=[1, 2], **LORA), dict(features=(3, 16)), (X,)),
+    "dense bias apart": ("DenseGeneral", (K, 48), dict(return_bias=True), dict(features=48), (X,)),
+    "layernorm dense": ("LayerNormDenseGeneral", (K, 48), dict(use_bias=True), dict(features=48), (X,)),
+    "layernorm dense, all": (
+        "LayerNormDenseGeneral",
+        (K, (3, 16)),
+        dict(return_layernorm_output=True, layernorm_type="rmsnorm", depth_scaling=2.0, **LORA),
+        dict(features=(3, 16)),
+        (X,),
+    ),
+    "no layernorm": (
+        "LayerNormDenseGeneral",
+        (K, 48),
+        dict(enable_layernorm=False, return_layernorm_output=True),
+        dict(features=48),
+        (X,),
+    ),
+    "mlp": ("LayerNormMLP", (K,), dict(intermediate_dim=48, use_bias=True), {}, (X,)),
+    "mlp, swiglu": (
+        "LayerNormMLP",
+        (K,),
+        dict(intermediate_dim=48, activations=["silu", "linear"], layernorm_type="rmsnorm"),
+        {},
+        (X,),
+    ),
+    "mlp, callable": ("LayerNormMLP", (K,), dict(intermediate_dim=48, activations=(jnp.tanh,)), {}, (X,)),
+    "mlp by stages": (
+        "LayerNormMLP",
+        (K,),
+        dict(intermediate_dim=48, use_bias=True, return_layernorm_output=True, **LORA),
+        {},
+        (X,),
+    ),
+    "attention": ("DotProductAttention", (D, H), dict(num_gqa_groups=2), {}, (Q, KEY, VALUE)),
+    "mha": ("MultiHeadAttention", (K, D, H), dict(use_bias=True, return_layernorm_output=True), {}, (X,)),
+    "mha unfused, rope": (
+        "MultiHeadAttention",
+        (K, D, H),
+        dict(fuse_qkv_params=False, num_gqa_groups=2, enable_rotary_pos_emb=True, layernorm_type="rmsnorm"),
+        {},
+        (X,),
+    ),
+    "mha, gqa, lora": (
+        "MultiHeadAttention",
+        (K, D, H),
+        dict(num_gqa_groups=2, low_rank_adaptation_scope="all", low_rank_adaptation_dim=4, scale_attn_logits=True),
+        {},
+        (X,),
+    ),
+    "relative positions": ("RelativePositionBiases", (8, 16, H), {}, {}, ()),
+    "layer": ("TransformerLayer", (), dict(use_bias=True), {}, (X,)),
+    "post-norm layer": (
+        "TransformerLayer",
+        (),
+        dict(apply_residual_connection_post_layernorm=True, output_layernorm=True, enable_relative_embedding=False),
+        {},
+        (X,),
+    ),
+    "transposed layer": (
+        "TransformerLayer",
+        (),
+        dict(
+            transpose_batch_sequence=True,
+            mlp_activations=("silu", "linear"),
+            num_gqa_groups=2,
+            enable_rotary_pos_emb=True,
+            low_rank_adaptation_scope="exclude_mlp",
+            low_rank_adaptation_dim=4,
+        ),
+        {},
+        (X,),
+    ),
+}
+LAYER = dict(hidden_size=K, mlp_hidden_size=48, num_attention_heads=H, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+def pair(name):
+    """(the Linen module, the NNX module, arguments, functions that call them)."""
+    cls, sizes, fields, linen_fields, args = CASES[name]
+    fields = {**(LAYER if cls == "TransformerLayer" else {}), **fields}
+    model = twins.make(getattr(te_nnx, cls), *sizes, **fields)
+    named = {}
+    if cls in ("DotProductAttention", "RelativePositionBiases", "MultiHeadAttention"):
+        names = ("num_buckets", "max_distance") if cls == "RelativePositionBiases" else ("head_dim",)
+        named = dict(zip((*names, "num_attention_heads"), sizes[-len(names) - 1 :]))
+    return getattr(te_flax, cls)(**fields, **named, **linen_fields), model, args
+
+
+@RECIPES
+@pytest.mark.parametrize("name", CASES)
+def test_equals_its_linen_twin(name, rec):
+    linen, model, args = pair(name)
+    lengths = (5, 7) if name == "relative positions" else ()
+    apply = (lambda v, *a: linen.apply(v, *a, *lengths)) if lengths else linen.apply
+    if lengths:
+        variables = steps.randomized(linen.init(jax.random.key(0), *lengths))
+        te_nnx.from_linen(model, variables)
+    else:
+        variables = twins.twins(linen, model, *args)
+    call = (lambda m, *a: m(*a, *lengths)) if lengths else twins.call
+    with steps.autocast(rec):
+        out, (grads, *dargs) = steps.step(apply, variables, *args)
+        out_, (grads_, *dargs_) = twins.step(call, model, *args)
+    testing.assert_same_bytes(out_, out, "value")
+    # The same products in another order of the passes around them: XLA may sum and fuse differently in f32.
+    bound = 4 * testing.epsilon(jnp.bfloat16 if "bf16" in name else jnp.float32)
+    testing.assert_close(dargs_, dargs, bound, "gradient of the inputs")
+    testing.assert_close(twins.as_linen(grads_), {k: v for k, v in grads.items() if v}, bound, "gradient")
+    assert twins.same_structure(te_nnx.to_linen(model), {k: v for k, v in variables.items() if v})
+    testing.assert_same_bytes(te_nnx.to_linen(model), variables, "converted back")
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(fuse_qkv_params=False, num_gqa_groups=2)], ids=["fused", "unfused"])
+@RECIPES
+def test_cross_attention_equals_its_linen_twin(fields, rec):
+    fields = dict(head_dim=D, num_attention_heads=H, attn_mask_type="padding", use_bias=True, **fields)
+    mask = jnp.asarray(np.arange(8)[None, None, None, :] >= np.array([8, 3, 5, 1])[:, None, None, None])
+    linen = te_flax.MultiHeadAttention(**fields)
+    model = twins.make(te_nnx.MultiHeadAttention, K, in_kv_features=24, **fields)
+    variables = steps.randomized(steps.init(linen, X, Y, mask, rec=DELAYED))
+    te_nnx.from_linen(model, variables)
+    with steps.autocast(rec):
+        out, (grads, *dargs) = steps.step(lambda v, x, y: linen.apply(v, x, y, mask), variables, X, Y)
+        out_, (grads_, *dargs_) = twins.step(lambda m, x, y: m(x, y, mask), model, X, Y)
+    testing.assert_same_bytes(out_, out, "value")
+    # The bias of the keys shifts all logits of a query alike: its gradient is rounding, and the bound one of the tree's.
+    bound = 4 * testing.epsilon(jnp.float32)
+    assert testing.relative_error((twins.as_linen(grads_), dargs_), (grads, dargs)) <= bound
+
+
+def test_initial_values_and_logical_axes_are_linens():
+    # Large enough that an estimated standard deviation is within 3 %.
+    fields = dict(hidden_size=64, mlp_hidden_size=256, num_attention_heads=8, use_bias=True)
+    model = te_nnx.TransformerLayer(**fields, mlp_activations=("gelu", "linear"), rngs=nnx.Rngs(0, dropout=1))
+    linen = te_flax.TransformerLayer(**fields, mlp_activations=("gelu", "linear"))
+    boxed = linen.init(jax.random.key(0), jnp.ones((1, 4, 64)), deterministic=True)
+    expected = steps.layout(boxed)
+    found = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    assert {"/".join(p): (v.shape, str(v.dtype), v.get_metadata("out_sharding", None)) for p, v in found} == expected
+    params = nn.unbox(boxed)["params"]
+    for path, variable in found:
+        value = params
+        for part in path:
+            value = value[part]
+        a, b = np.asarray(variable.get_value()), np.asarray(value)
+        if "kernel" in path[-1]:
+            parts = zip(np.moveaxis(a, 1, 0), np.moveaxis(b, 1, 0)) if path[-2] == "qkv" else [(a, b)]
+            assert all(0.94 < x.std() / y.std() < 1.06 for x, y in parts), path
+        elif path[-1] != "rel_embedding":
+            np.testing.assert_array_equal(a, b)
+
+
+# --- Dropout --------------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_follows_train_eval_and_the_call():
+    model = te_nnx.TransformerLayer(
+        **LAYER | dict(hidden_dropout=0.5, attention_dropout=0.2), intermediate_dropout=0.3, drop_path=0.2,
+        rngs=nnx.Rngs(0, dropout=1),
+    )  # fmt: skip
+    exact = model(X, deterministic=True)
+    testing.assert_same_bytes(model(X, deterministic=True), exact)
+    assert testing.relative_error(model(X), model(X)) > 0.1  # each call draws anew
+    model.eval()
+    testing.assert_same_bytes(model(X), exact)
+    assert testing.relative_error(model(X, deterministic=False), exact) > 0.1
+    model.train()
+    assert testing.relative_error(model(X), exact) > 0.1
+    testing.assert_same_bytes(nnx.view(model, deterministic=True)(X), exact)
+
+
+@pytest.mark.parametrize("field", ["hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"])
+def test_dropout_has_the_right_mean_and_is_reproducible(field):
+    fields = LAYER | {field: 0.25}
+    model = te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0, dropout=1))
+    again = te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0, dropout=1))
+    run = nnx.jit(twins.call)
+    testing.assert_same_bytes(run(model, X), run(again, X))
+
+    @nnx.split_rngs(splits=400)
+    @nnx.vmap(in_axes=(nnx.StateAxes({nnx.RngState: 0, ...: None}), None), out_axes=0)
+    def many(model, x):
+        return model.attention(x, deterministic=False)[0] if field == "attention_dropout" else model(x)
+
+    draws = nnx.jit(many)(model, X)
+    draw, exact = draws[0], model(X, deterministic=True)
+    if field == "attention_dropout":
+        exact = model.attention(X, deterministic=True)[0]
+        assert testing.relative_error(draw, exact) > 0.05
+        # 400 draws of relative variance below p / (1 - p) = 1/3 on the weights; nothing after them is not linear.
+        testing.assert_close(jnp.mean(draws, 0), exact, 0.06)
+    elif field == "drop_path":
+        moved = np.asarray(jnp.any(draws != X[None], axis=(2, 3)))  # both branches of a sample dropped: 1/16
+        assert 0.02 < 1 - moved.mean() < 0.12
+    else:
+        assert 0.05 < testing.relative_error(draw, exact) < 0.8
+
+
+def test_dropout_without_a_stream_says_what_to_do():
+    with pytest.raises(ValueError, match="rngs: expected nnx.Rngs"):
+        te_nnx.DotProductAttention(D, H, attention_dropout=0.1)
+
+
+# --- Misuse ---------------------------------------------------------------------------------------------------------------
+
+MISUSE = {
+    "features": (lambda r: te_nnx.DenseGeneral(K, 0, rngs=r), "DenseGeneral.features: expected positive sizes"),
+    "in_features": (lambda r: te_nnx.DenseGeneral((K, 2), 4, rngs=r), "in_features: expected one for each axis"),
+    "wrong K": (lambda r: te_nnx.DenseGeneral(K + 1, 4, rngs=r)(X), r"kernel has K=\[33\] but x has K=\[32\]"),
+    "axes": (lambda r: te_nnx.DenseGeneral(K, 4, kernel_axes=("a",), rngs=r), "kernel: expected 2 logical axes"),
+    "norm": (lambda r: te_nnx.LayerNorm(K, layernorm_type="batch", rngs=r), "expected 'layernorm' or 'rmsnorm'"),
+    "norm axis": (lambda r: te_nnx.LayerNormDenseGeneral(K, 4, axis=1, rngs=r), "axis: expected -1"),
+    "mlp axis": (lambda r: te_nnx.LayerNormMLP(K, axis=1, rngs=r), "axis: expected -1"),
+    "intermediate_dim": (lambda r: te_nnx.LayerNormMLP(K, intermediate_dim=0, rngs=r), "expected a positive size"),
+    "activation": (lambda r: te_nnx.LayerNormMLP(K, activations=("nope",), rngs=r), "nope"),
+    "scope": (lambda r: te_nnx.MultiHeadAttention(K, D, H, low_rank_adaptation_scope="x", rngs=r), "expected one of"),
+    "keys of others": (lambda r: te_nnx.MultiHeadAttention(K, D, H, rngs=r)(X, Y), "expected None or inputs_q itself"),
+    "no keys": (lambda r: te_nnx.MultiHeadAttention(K, D, H, in_kv_features=24, rngs=r)(X), "expected an array"),
+    "hidden": (lambda r: te_nnx.TransformerLayer(hidden_size=30, rngs=r), "does not divide into 8 heads"),
+    "inputs": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X[0]), r"inputs: expected \[B, S, 32\]"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_says_what_is_wrong(name):
+    make, message = MISUSE[name]
+    with pytest.raises(ValueError, match=message):
+        make(nnx.Rngs(0, dropout=1))

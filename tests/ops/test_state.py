@@ -1,0 +1,91 @@
+"""Kernels of the FP8 state: the same bits from handler, reference and numpy, on every platform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.ops.state import BINS, current_scale, mend_state, report, update_state
+
+RULE = {"fp8_max": 448.0, "two_to_margin": 2.0, "most_recent": False}
+AMAXES = np.exp2(np.random.default_rng(0).uniform(-60, 60, 200)).astype(np.float32)
+
+
+def on_each_platform(f, *args):
+    for platform in testing.platforms():
+        with jax.default_device(jax.devices(platform)[0]):
+            yield f(*jax.device_put(args, jax.devices(platform)[0]))
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_update_is_ieee_arithmetic(most_recent):
+    reports = jnp.stack([report(jnp.float32(a)) for a in AMAXES[:50]])
+    history = AMAXES[50:].reshape(50, 3) * np.float32(0.01)
+    scale = np.ones(50, np.float32)
+    history[0] = 0
+    rule = {**RULE, "most_recent": most_recent}
+    window = AMAXES[:50] if most_recent else np.maximum(AMAXES[:50], history[:, 1:].max(1))
+    expected = np.float32(448) / window / np.float32(2)
+    turned = np.roll(np.concatenate([AMAXES[:50, None], history[:, 1:]], 1), 1, axis=1)
+    for out in on_each_platform(lambda *a: update_state(*a, **rule), reports, scale, history):
+        np.testing.assert_array_equal(out.scale, expected)
+        np.testing.assert_array_equal(out.history, turned)
+
+
+def test_current_scale_is_ieee_arithmetic():
+    for options, expected in (
+        (dict(amax_epsilon=0.0, power_of_2=False), np.float32(448) / AMAXES),
+        (dict(amax_epsilon=1.0, power_of_2=False), np.float32(448) / np.maximum(AMAXES, np.float32(1))),
+        (dict(amax_epsilon=0.0, power_of_2=True), np.exp2(np.floor(np.log2(np.float32(448) / AMAXES)))),
+    ):
+        for out in on_each_platform(lambda a, o=options: current_scale(a, fp8_max=448.0, **o), AMAXES):
+            np.testing.assert_array_equal(out.scale, expected)
+            np.testing.assert_array_equal(out.scale_inv, np.float32(1) / expected)
+
+
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
+def test_current_scale_of_nothing_usable_is_one(bad):
+    for out in on_each_platform(
+        lambda a: current_scale(a, fp8_max=448.0, amax_epsilon=0.0, power_of_2=False), np.float32(bad)
+    ):
+        assert out.scale == 1 and out.scale_inv == 1
+
+
+def test_kernels_hold_under_all_transformations():
+    key = jax.random.key(1)
+    reports = jnp.stack([report(a) + report(2 * a) for a in jnp.asarray(AMAXES[:4])])
+    scale, history = jnp.asarray(AMAXES[4:8]), jnp.abs(jax.random.normal(key, (4, 16)))
+    uses = jnp.array([1.0, 2.0, 0.0, 5.0])
+    check = lambda kernel, operands, rule: testing.check_kernel(kernel, operands, rule, same)
+    check(update_state, [reports, scale, history], RULE)
+    check(update_state, [reports, scale, history[:, :1]], {**RULE, "most_recent": True})
+    check(mend_state, [scale, history, uses], RULE)
+    check(mend_state, [scale, history[:, :1], uses], RULE)
+    check(current_scale, [scale], {"fp8_max": 57344.0, "amax_epsilon": 0.0, "power_of_2": True})
+
+
+def same(got, expected):
+    # XLA divides by multiplying with a reciprocal where it can, and on GPUs to 2 ulp; the handlers round once.
+    testing.assert_close(got, expected, 2.0**-22)
+
+
+def call(target, results, *operands, **attributes):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results]
+    return jax.block_until_ready(jax.ffi.ffi_call(target, shapes)(*operands, **attributes))
+
+
+MALFORMED = {
+    "history": ([(), (3,)], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros((2, 3))), "history: expected one row"),
+    "no history": ([(), (0,)], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros((0,))), "history: expected at least one"),
+    "reports": ([(), (3,)], (jnp.zeros((2, BINS)), jnp.zeros(()), jnp.zeros(3)), "reports: expected one row"),
+    "scale": ([(), (3,)], (jnp.zeros(BINS), jnp.zeros((), jnp.int32), jnp.zeros(3)), "scale: expected f32"),
+    "result": ([(), (4,)], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros(3)), "history_out: expected"),
+}
+
+
+@pytest.mark.parametrize("results, operands, message", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_calls_raise(results, operands, message):
+    rule = {"fp8_max": np.float32(448), "two_to_margin": np.float32(1), "most_recent": False}
+    with pytest.raises(Exception, match=message):
+        call("te_update_state", results, *operands, **rule)

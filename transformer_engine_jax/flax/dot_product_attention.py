@@ -1,0 +1,194 @@
+"""DotProductAttention: the Linen module around the op of that name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_padding",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "causal_bottom_right_padding",
+)
+BIAS_TYPES = (None, "no_bias", "pre_scale_bias", "post_scale_bias")
+LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", "thd_thd_thd", "thd_t2hd", "t3hd")
+
+
+def one_of(module: nn.Module, field: str, allowed: Sequence, note: str = "") -> None:
+    """Raises ValueError where a field of a module is not among those allowed."""
+    value = getattr(module, field)
+    if value not in allowed:
+        raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
+
+
+class DotProductAttention(nn.Module):
+    """Attention of queries over keys and values, by head; heads / groups > 1 is GQA.
+
+    attn_mask_type: "no_mask", "causal" or "causal_bottom_right" (the last query sees the last key), each with
+    "padding" too, which needs a sequence_descriptor or a mask. attn_bias_type: None takes post_scale_bias where a bias
+    is given. qkv_layout: "bs3hd" is query, key and value in one array, "bshd_bs2hd" key and value in one; the same
+    with t for bs are rows [B, S, ...] that hold several sequences. scale_factor: None means 1 / sqrt(head_dim).
+    window_size: (left, right) keys seen, -1 for all. softmax_type: "off_by_one" has one more logit, 0; "learnable" has
+    one a head, the param `softmax_offset` f32[H]. score_mod: see ops.attention.Attention. transpose_batch_sequence:
+    inputs are [S, B, ...]. float32_logits: logits and softmax always are. max_segments_per_seq: not needed.
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    dropout_rng_name: str = "dropout"
+    float32_logits: bool = False
+    qkv_layout: str = "bshd_bshd_bshd"
+    scale_factor: float | None = None
+    transpose_batch_sequence: bool = False
+    window_size: tuple[int, int] | None = None
+    max_segments_per_seq: int = 1
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
+    context_checkpoint_name: str = "context"
+    softmax_type: str = "vanilla"
+    score_mod: Callable | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        query,
+        key=None,
+        value=None,
+        sequence_descriptor: SequenceDescriptor | None = None,
+        bias=None,
+        *,
+        deterministic: bool = False,
+        mask=None,
+    ) -> jax.Array:
+        """query [B, S, H, D] (or packed as qkv_layout says), key [B, S, G, D], value [B, S, G, Dv] -> [B, S, H, Dv].
+
+        sequence_descriptor: the sequences of rows that are padded or packed. mask: bool, broadcastable to
+        [B, H, Sq, Sk], True is masked out. bias: likewise.
+        """
+        self._check()
+        self._check_call(sequence_descriptor, bias, mask)
+        query, key, value = self._unpack(query, key, value)
+        self._check_heads(query, key, value)
+        if self.transpose_batch_sequence:
+            query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
+        padded = "padding" in self.attn_mask_type
+        dropping = self.attention_dropout > 0 and not deterministic
+        context = dot_product_attention(
+            query, key, value,
+            options=self._options(),
+            sequence_descriptor=sequence_descriptor if padded else None,
+            mask=mask if padded else None,
+            bias=bias,
+            softmax_offset=self._softmax_offset(),
+            dropout_key=self.make_rng(self.dropout_rng_name) if dropping else None,
+        )  # fmt: skip
+        context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
+        return checkpoint_name(context, self.context_checkpoint_name)
+
+    def _options(self) -> Attention:
+        return Attention(
+            scale=1.0 / float(np.sqrt(self.head_dim)) if self.scale_factor is None else float(self.scale_factor),
+            causal="causal" in self.attn_mask_type,
+            window=None if self.window_size is None else tuple(self.window_size),
+            bias_before_scale=self.attn_bias_type == "pre_scale_bias",
+            dropout=self.attention_dropout,
+            bottom_right="bottom_right" in self.attn_mask_type,
+            softmax_type=self.softmax_type,
+            score_mod=self.score_mod,
+        )
+
+    def _softmax_offset(self) -> jax.Array | None:
+        if self.softmax_type != "learnable":
+            return None
+        init = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
+        return self.param("softmax_offset", init, (self.num_attention_heads,), jnp.float32)
+
+    def _error(self, text: str) -> ValueError:
+        return ValueError(f"{type(self).__name__}: {text}")
+
+    def _check(self) -> None:
+        one_of(self, "attn_mask_type", MASK_TYPES)
+        one_of(self, "attn_bias_type", BIAS_TYPES)
+        one_of(self, "qkv_layout", LAYOUTS)
+        one_of(self, "softmax_type", SOFTMAX_TYPES)
+        for field, default in (("axis", ""), ("strategy", "DEFAULT"), ("causal_load_balanced", False)):
+            one_of(self, f"context_parallel_{field}", (default,), " (context parallelism is not available yet)")
+        groups = self.num_gqa_groups or self.num_attention_heads
+        if self.num_attention_heads % groups:
+            raise self._error(f"{self.num_attention_heads} heads do not divide into {groups} groups")
+        if "t" in self.qkv_layout.split("_")[0] and "padding" not in self.attn_mask_type:
+            raise self._error(
+                f"qkv_layout={self.qkv_layout!r}, of packed sequences, needs a padding mask, such as "
+                f"'padding_causal', got attn_mask_type={self.attn_mask_type!r}"
+            )
+
+    def _check_call(self, sequence_descriptor, bias, mask) -> None:
+        if sequence_descriptor is not None and not isinstance(sequence_descriptor, SequenceDescriptor):
+            raise self._error(
+                "sequence_descriptor: expected a SequenceDescriptor, such as SequenceDescriptor.from_seqlens(lengths), "
+                f"got {type(sequence_descriptor).__name__}"
+            )
+        if sequence_descriptor is not None and mask is not None:
+            raise self._error("got both mask and sequence_descriptor; give padding as one of them")
+        given = next(
+            (n for n, x in (("sequence_descriptor", sequence_descriptor), ("mask", mask)) if x is not None), None
+        )
+        if "padding" in self.attn_mask_type and given is None:
+            raise self._error(
+                f"attn_mask_type={self.attn_mask_type!r} needs sequence_descriptor= or mask=, True where masked out"
+            )
+        if "padding" not in self.attn_mask_type and given is not None:
+            warnings.warn(
+                f"{type(self).__name__}: {given}= is ignored with attn_mask_type={self.attn_mask_type!r}", stacklevel=3
+            )
+        if bias is not None and self.attn_bias_type == "no_bias":
+            raise self._error("attn_bias_type='no_bias' but a bias was given")
+
+    def _check_heads(self, query, key, value) -> None:
+        groups = self.num_gqa_groups or self.num_attention_heads
+        for name, x, heads in (
+            ("query", query, self.num_attention_heads),
+            ("key", key, groups),
+            ("value", value, groups),
+        ):
+            size = x.shape[-1] if name == "value" else self.head_dim
+            if x.ndim != 4 or x.shape[2:] != (heads, size):
+                raise self._error(f"{name}: expected [B, S, {heads}, {size}], got {list(x.shape)}")
+
+    def _unpack(self, query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query, key and value as three arrays [B, S, heads, D]."""
+        arrays = [jnp.asarray(x) for x in (query, key, value) if x is not None]
+        parts = self.qkv_layout.split("_")  # one for each array: "bs3hd", "bshd", "t2hd", ...
+        if len(arrays) != len(parts) or (value is not None and key is None):
+            names = ", ".join(("query", "key", "value")[: len(parts)])
+            raise self._error(
+                f"qkv_layout={self.qkv_layout!r} needs {names} and nothing else, got {len(arrays)} arrays"
+            )
+        unpacked = []
+        for part, x, name in zip(parts, arrays, ("query", "key", "value")):
+            stacked = next((int(c) for c in part if c.isdigit()), 0)
+            if stacked and (x.ndim != 5 or x.shape[2] != stacked):
+                raise self._error(
+                    f"{name}: expected [B, S, {stacked}, heads, D] for qkv_layout={self.qkv_layout!r}, "
+                    f"got {list(x.shape)}"
+                )
+            unpacked += [x[:, :, i] for i in range(stacked)] if stacked else [x]
+        return tuple(unpacked)

@@ -1,0 +1,30 @@
+"""Initial values of kernels, as the modules of flax/ and nnx/ draw them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+default_kernel_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+def flat_kernel_init(init: Callable, k_axes: int, scales: Sequence[float] | None = None) -> Callable:
+    """`init` for a kernel [k.., n..] as for the matrix it stands for, so that fans are those of the product.
+
+    With `scales`, the kernel stacks that many products, [k.., len(scales), n..]: each is drawn by itself and
+    multiplied by its scale.
+    """
+
+    def run(key, shape, dtype=jnp.float32):
+        k = int(np.prod(shape[:k_axes]))
+        if scales is None:
+            return init(key, (k, int(np.prod(shape[k_axes:]))), dtype).reshape(shape)
+        n = int(np.prod(shape[k_axes:])) // len(scales)
+        keys = jax.random.split(key, len(scales))
+        parts = [init(each, (k, n), dtype) * jnp.asarray(scale, dtype) for each, scale in zip(keys, scales)]
+        return jnp.stack(parts, axis=1).reshape(shape)
+
+    return run

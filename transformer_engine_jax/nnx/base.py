@@ -1,0 +1,118 @@
+"""What the modules share: parameters with logical axes, FP8 state, and fields that NNX can hash."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.core
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from transformer_engine_jax.autocast import current
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
+from transformer_engine_jax.ops.low_rank import low_rank
+from transformer_engine_jax.quantized import GemmQuantizers, QuantizerState, attach, quantizer_spec
+from transformer_engine_jax.sharding import constrain
+
+
+def module(cls: type) -> type:
+    """A module as a dataclass whose fields become attributes; compared and shown as NNX does."""
+    return dataclasses.dataclass(eq=False, repr=False)(cls)
+
+
+class Fp8Module(nnx.Module):
+    """A module with parameters and GEMMs: keeps one Fp8State for each operand of each GEMM."""
+
+    def freeze_fields(self) -> None:
+        """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                setattr(self, field.name, tuple(value))
+            elif isinstance(value, dict):
+                setattr(self, field.name, flax.core.freeze(value))
+
+    def make_param(
+        self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype, rngs: nnx.Rngs
+    ) -> None:
+        """A parameter that carries its logical axes as `out_sharding`, and has them on a mesh."""
+        if axes and len(axes) != len(shape):
+            raise ValueError(
+                f"{type(self).__name__}.{name}: expected {len(shape)} logical axes for the shape {tuple(shape)}, "
+                f"got {tuple(axes)}"
+            )
+        # Logical names: NNX would take them for the mesh's own at once.
+        metadata = {"out_sharding": tuple(axes), "eager_sharding": False} if axes else {}
+        value = init(rngs.params(), tuple(shape), dtype)
+        setattr(self, name, nnx.Param(constrain(value, tuple(axes)), **metadata))
+
+    def make_norm_params(self, features: int, scale_init, bias_init, bias_axes, dtype, rngs) -> None:
+        """`scale` and, for "layernorm", `ln_bias`, else None."""
+        if self.layernorm_type not in ("layernorm", "rmsnorm"):
+            raise ValueError(
+                f"{type(self).__name__}.layernorm_type: expected 'layernorm' or 'rmsnorm', got {self.layernorm_type!r}"
+            )
+        scale_init = scale_init or (nn.initializers.zeros if self.zero_centered_gamma else nn.initializers.ones)
+        self.make_param("scale", scale_init, self.scale_axes, (features,), dtype, rngs)
+        if self.layernorm_type == "rmsnorm":
+            self.ln_bias = nnx.data(None)
+        else:
+            self.make_param("ln_bias", bias_init, bias_axes, (features,), dtype, rngs)
+
+    def make_low_rank(self, inputs: Sequence[int], features: Sequence[int], dtype, rngs, prefix: str = "") -> None:
+        """`lora_a_kernel` [inputs.., stacked.., dim] and `lora_b_kernel` [stacked.., dim, n], which starts at zero."""
+        *stacked, n = features
+        dim, k_axes = self.low_rank_adaptation_dim, len(inputs)
+        init = flat_kernel_init(default_kernel_init, k_axes)
+        axes_a, axes_b = (None,) * (k_axes + len(stacked)) + ("lora",), (None,) * len(stacked) + ("lora", None)
+        self.make_param(f"{prefix}lora_a_kernel", init, axes_a, (*inputs, *stacked, dim), dtype, rngs)
+        self.make_param(f"{prefix}lora_b_kernel", nn.initializers.zeros, axes_b, (*stacked, dim, n), dtype, rngs)
+
+    def low_rank(self, x: jax.Array, k_axes: int, prefix: str = "") -> jax.Array:
+        a, b = (array(getattr(self, f"{prefix}lora_{which}_kernel")) for which in "ab")
+        return low_rank(x, a, b, k_axes=k_axes, alpha=self.low_rank_adaptation_alpha)
+
+    def make_fp8_state(self, gemm: str) -> None:
+        """The states of one GEMM: always there, so that autocast may be switched on later."""
+        for operand in GemmQuantizers._fields:
+            setattr(self, f"{gemm}_{operand}", Fp8State(QuantizerState.create(recipe_of_state())))
+
+    def gemm_quantizers(self, gemm: str) -> tuple[GemmQuantizers | None, Any]:
+        """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused."""
+        states = [getattr(self, f"{gemm}_{operand}").get_value() for operand in GemmQuantizers._fields]
+        recipe = current().recipe
+        if recipe is None:
+            return None, states
+        specs = [quantizer_spec(), quantizer_spec(), quantizer_spec(backward=True)]
+        if not recipe.stateful:
+            return GemmQuantizers(*[attach(None, spec) for spec in specs]), states
+        if states[0].amax_history.shape != (recipe.amax_history_len,):
+            raise ValueError(
+                f"{type(self).__name__}: {gemm}: expected FP8 states with amax_history f32[{recipe.amax_history_len}], "
+                f"the recipe's amax_history_len, got {list(states[0].amax_history.shape)}; make the model under the "
+                "autocast it is used with, or call te_nnx.init_fp8_state(model, recipe)"
+            )
+        return GemmQuantizers(*map(attach, states, specs)), []
+
+
+def array(parameter: nnx.Param | None) -> jax.Array | None:
+    """The value of a parameter that may be absent."""
+    return None if parameter is None else parameter.get_value()
+
+
+def make_dropout(rate: float, dims: Sequence[int], name: str, rngs: nnx.Rngs | None) -> nnx.Dropout | None:
+    """Dropout with a random stream of its own, the stream `name` of rngs; None where the rate is 0."""
+    if not rate:
+        return nnx.data(None)
+    if rngs is None:
+        raise ValueError(f"dropout: rngs: expected nnx.Rngs({name}=seed) where the dropout rate is {rate}, got None")
+    return nnx.Dropout(rate, broadcast_dims=tuple(dims), rng_collection=name, rngs=rngs)
+
+
+def dropping(dropout: nnx.Dropout | None, deterministic: bool | None) -> bool:
+    """Whether a call drops anything; `deterministic` None is what model.train() and model.eval() said."""
+    return dropout is not None and not (dropout.deterministic if deterministic is None else deterministic)

@@ -1,0 +1,160 @@
+"""DenseGeneral, and LayerNormDenseGeneral, whose norm writes FP8 directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from transformer_engine_jax.flax.base import canonical_tuple
+from transformer_engine_jax.flax.dense import contracted_last
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.nnx.base import Fp8Module, array, module
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
+from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.sharding import constrain
+
+
+def _sizes(op: str, field: str, value) -> tuple[int, ...]:
+    sizes = canonical_tuple(value)
+    if not sizes or not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
+        raise ValueError(f"{op}.{field}: expected positive sizes, got {value!r}")
+    return sizes
+
+
+@module
+class _Dense(Fp8Module):
+    """Fields and parameters of a dense product."""
+
+    in_features: int | Sequence[int]
+    features: int | Sequence[int]
+    _: KW_ONLY
+    kernel_init: InitVar[Callable | None] = None
+    kernel_axes: tuple[str | None, ...] = ()
+    use_bias: bool = True
+    bias_init: InitVar[Callable] = nn.initializers.zeros
+    bias_axes: tuple[str | None, ...] = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | Sequence[int] = -1
+    dtype: Any = jnp.float32
+    param_dtype: Any = None
+    transpose_batch_sequence: bool = False
+    quantization_checkpoint_name: str | None = None
+    rngs: InitVar[nnx.Rngs]
+
+    def __post_init__(self, kernel_init, bias_init, rngs):
+        self.freeze_fields()
+        name = type(self).__name__
+        inputs, features = _sizes(name, "in_features", self.in_features), _sizes(name, "features", self.features)
+        if len(canonical_tuple(self.axis)) != len(inputs):
+            raise ValueError(
+                f"{name}.in_features: expected a size for each axis of {self.axis}, got {self.in_features}"
+            )
+        init = kernel_init or flat_kernel_init(default_kernel_init, len(inputs))
+        dtype = self.param_dtype or self.dtype
+        self.make_param("kernel", init, self.kernel_axes, inputs + features, dtype, rngs)
+        self.bias = nnx.data(None)
+        if self.use_bias:
+            self.make_param("bias", bias_init, self.bias_axes, features, dtype, rngs)
+        if self.enable_low_rank_adaptation:
+            self.make_low_rank(inputs, features, dtype, rngs)
+        self.make_fp8_state("gemm")
+
+    def _computed_in(self, x: jax.Array) -> jax.Array:
+        # `dtype` names the parameters' dtype, and x brings its own, unless param_dtype frees `dtype` for x.
+        return x if self.param_dtype is None else x.astype(self.dtype)
+
+
+@module
+class DenseGeneral(_Dense):
+    """x contracted with `kernel`, plus `bias`; its GEMMs run in FP8 under fp8_autocast.
+
+    in_features, features: sizes of the contracted and of the output axes. axis: the contracted axes of x. kernel_init:
+    None means variance_scaling(1.0, "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is
+    given, of the computation. return_bias: return (y, bias) with the bias not added. low_rank_adaptation_*: LoRA.
+    """
+
+    _: KW_ONLY
+    input_axes: tuple[str | None, ...] = ()
+    return_bias: bool = False
+
+    def __call__(self, x: jax.Array):
+        """x[.., in_features..] -> [.., features..] in x's dtype, or (that, bias) with return_bias."""
+        x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
+        x, k_axes = contracted_last(x, self.axis)
+        bias = array(self.bias)
+        quantizers, unused = self.gemm_quantizers("gemm")
+        added = None if self.return_bias else bias
+        y = dense(x, array(self.kernel), added, k_axes=k_axes, quantizers=quantizers)
+        if self.quantization_checkpoint_name:
+            y = checkpoint_name(y, self.quantization_checkpoint_name)
+        if self.enable_low_rank_adaptation:
+            y = y + self.low_rank(x, k_axes)
+        y = keep(y, unused)
+        return (y, bias) if self.return_bias else y
+
+
+@module
+class LayerNormDenseGeneral(_Dense):
+    """A norm and a DenseGeneral; returns (y, the norm's output or None).
+
+    Fields of LayerNorm and DenseGeneral; enable_layernorm=False leaves the norm out. return_layernorm_output costs
+    one pass: the norm's output is then kept in high precision too. depth_scaling: y is divided by it.
+    """
+
+    _: KW_ONLY
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: InitVar[Callable | None] = None
+    scale_axes: tuple[str | None, ...] = ("embed",)
+    ln_bias_init: InitVar[Callable] = nn.initializers.zeros
+    ln_bias_axes: tuple[str | None, ...] = ("embed",)
+    use_bias: bool = False
+    return_layernorm_output: bool = False
+    layernorm_input_axes: tuple[str | None, ...] = ()
+    dot_input_axes: tuple[str | None, ...] = ()
+    depth_scaling: float | None = None
+
+    def __post_init__(self, kernel_init, bias_init, rngs, scale_init, ln_bias_init):
+        super().__post_init__(kernel_init, bias_init, rngs)
+        self.scale = self.ln_bias = nnx.data(None)
+        if self.enable_layernorm:
+            if canonical_tuple(self.axis) != (-1,):
+                raise ValueError(f"LayerNormDenseGeneral.axis: expected -1, the axis of the norm, got {self.axis}")
+            (features,) = canonical_tuple(self.in_features)
+            dtype = self.param_dtype or self.dtype
+            self.make_norm_params(features, scale_init, ln_bias_init, self.ln_bias_axes, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
+        x = constrain(self._computed_in(jnp.asarray(x)), self.layernorm_input_axes)
+        options, gamma, beta = Norm(self.epsilon, self.zero_centered_gamma), array(self.scale), array(self.ln_bias)
+        separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
+        fused = self.enable_layernorm and not separate
+        if self.enable_layernorm and separate:
+            x = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
+        x, k_axes = contracted_last(x, self.axis)
+        normed = x if self.return_layernorm_output else None
+        kernel, bias = array(self.kernel), array(self.bias)
+        quantizers, unused = self.gemm_quantizers("gemm")
+        if fused:
+            y = layernorm_dense(x, gamma, beta, kernel, bias, norm_options=options, quantizers=quantizers)
+        else:
+            y = dense(x, kernel, bias, k_axes=k_axes, quantizers=quantizers)
+        if self.enable_low_rank_adaptation:
+            y = y + self.low_rank(x, k_axes)
+        y = keep(y, unused)
+        return y if self.depth_scaling is None else y / self.depth_scaling, normed

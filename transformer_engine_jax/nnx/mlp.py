@@ -1,0 +1,146 @@
+"""LayerNormMLP: norm, dense, activation, dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, InitVar
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from transformer_engine_jax.flax.base import canonical_tuple
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
+from transformer_engine_jax.ops.activation import activation, fused_name
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_dense import norm
+from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.sharding import constrain
+
+
+@module
+class LayerNormMLP(Fp8Module):
+    """activation(norm(x) @ wi_kernel + wi_bias) @ wo_kernel + wo_bias; returns (y, the norm's output or None).
+
+    Params `scale`, `ln_bias`, `wi_kernel` [in_features, n_act, intermediate_dim], `wi_bias`, `wo_kernel`
+    [intermediate_dim, in_features], `wo_bias`. activations: names or functions, one for each input of the product:
+    ("gelu",), ("silu", "linear"), ... With intermediate dropout, LoRA or return_layernorm_output the stages run one by
+    one, else fused.
+    """
+
+    in_features: int
+    _: KW_ONLY
+    intermediate_dim: int = 2048
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: InitVar[Callable | None] = None
+    scale_axes: tuple[str | None, ...] = ("embed",)
+    ln_bias_init: InitVar[Callable] = nn.initializers.zeros
+    ln_bias_axes: tuple[str | None, ...] = ("embed",)
+    kernel_init: InitVar[Callable | None] = None
+    kernel_axes_1: tuple[str | None, ...] = ("embed", "act", "mlp")
+    kernel_axes_2: tuple[str | None, ...] = ("mlp", "embed")
+    use_bias: bool = False
+    bias_init: InitVar[Callable] = nn.initializers.zeros
+    bias_axes_1: tuple[str | None, ...] = ("act", "mlp")
+    bias_axes_2: tuple[str | None, ...] = ("embed",)
+    return_layernorm_output: bool = False
+    activations: Sequence[str | Callable] = ("gelu",)
+    activation_params: dict | None = None
+    intermediate_dropout_rng_name: str = "dropout"
+    intermediate_dropout_rate: float = 0.0
+    intermediate_hidden_dropout_dims: Sequence[int] = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | Sequence[int] = -1
+    layernorm_input_axes: tuple[str | None, ...] = ()
+    dot_1_input_axes: tuple[str | None, ...] = ()
+    dot_2_input_axes: tuple[str | None, ...] = ()
+    ffn1_ckpt_name: str = "ffn1"
+    ffn2_ckpt_name: str = "ffn2"
+    dtype: Any = jnp.float32
+    transpose_batch_sequence: bool = False
+    rngs: InitVar[nnx.Rngs]
+
+    def __post_init__(self, scale_init, ln_bias_init, kernel_init, bias_init, rngs):
+        self.freeze_fields()
+        self._check()
+        self.activations = canonical_tuple(self.activations)
+        fused_name(self.activations)  # raises where one is unknown, or none given
+        self.scale = self.ln_bias = nnx.data(None)
+        if self.enable_layernorm:
+            self.make_norm_params(self.in_features, scale_init, ln_bias_init, self.ln_bias_axes, self.dtype, rngs)
+        self._make_products(kernel_init or default_kernel_init, bias_init, rngs)
+        dims, name = self.intermediate_hidden_dropout_dims, self.intermediate_dropout_rng_name
+        self.dropout = make_dropout(self.intermediate_dropout_rate, dims, name, rngs)
+
+    def _check(self) -> None:
+        if self.activation_params is not None:
+            raise ValueError("LayerNormMLP.activation_params: expected None, only clamped activations take any")
+        if canonical_tuple(self.axis) != (-1,):
+            raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
+        for field in ("in_features", "intermediate_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"LayerNormMLP.{field}: expected a positive size, got {getattr(self, field)}")
+
+    def _make_products(self, init, bias_init, rngs) -> None:
+        hidden, count = self.in_features, len(self.activations)
+        features_1, features_2 = (count, self.intermediate_dim), (hidden,)
+        init_1 = flat_kernel_init(init, 1, scales=(1.0,) * count)
+        products = (
+            (1, "wi", init_1, self.kernel_axes_1, self.bias_axes_1, hidden, features_1),
+            (2, "wo", init, self.kernel_axes_2, self.bias_axes_2, self.intermediate_dim, features_2),
+        )
+        for number, name, kernel_init, kernel_axes, bias_axes, inputs, features in products:
+            self.make_param(f"{name}_kernel", kernel_init, kernel_axes, (inputs, *features), self.dtype, rngs)
+            setattr(self, f"{name}_bias", nnx.data(None))
+            if self.use_bias:
+                self.make_param(f"{name}_bias", bias_init, bias_axes, features, self.dtype, rngs)
+            if self.enable_low_rank_adaptation:
+                self.make_low_rank((inputs,), features, self.dtype, rngs, f"{name}_")
+            self.make_fp8_state(f"gemm_{number}")
+
+    def __call__(self, x: jax.Array, deterministic: bool | None = None) -> tuple[jax.Array, jax.Array | None]:
+        """x[.., in_features] -> ([.., in_features] in x's dtype, [.., in_features] or None).
+
+        deterministic: switches dropout off; None is what model.train() and model.eval() said.
+        """
+        x = constrain(jnp.asarray(x), self.layernorm_input_axes)
+        options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
+        gamma, beta = array(self.scale), array(self.ln_bias)
+        kernels, biases = ([array(getattr(self, f"{w}_{what}")) for w in ("wi", "wo")] for what in ("kernel", "bias"))
+        first, unused_1 = self.gemm_quantizers("gemm_1")
+        second, unused_2 = self.gemm_quantizers("gemm_2")
+        dropout = dropping(self.dropout, deterministic)
+        constrained = self.dot_1_input_axes or self.dot_2_input_axes
+        normed = None
+        if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
+            y = layernorm_mlp(
+                x, gamma, beta, tuple(kernels), tuple(biases), activations=self.activations, norm_options=options,
+                quantizers=None if first is None else (first, second), names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
+            )  # fmt: skip
+        else:
+            normed = x if options is None else norm(options, x, gamma, beta)
+            y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout)
+        return keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
+
+    def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool) -> jax.Array:
+        def product(i: int, x, axes, name: str):
+            x = constrain(x, axes)
+            y = checkpoint_name(dense(x, kernels[i], biases[i], quantizers=quantizers[i]), name)
+            return y + self.low_rank(x, 1, ("wi_", "wo_")[i]) if self.enable_low_rank_adaptation else y
+
+        z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
+        a = activation(z, self.activations)
+        if dropout:
+            a = self.dropout(a, deterministic=False)
+        return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name)

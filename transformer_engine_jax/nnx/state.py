@@ -1,0 +1,67 @@
+"""FP8 state as an NNX Variable of its own type, and how it goes through a training step.
+
+Its "gradient" is its next value: a step differentiates with respect to TRAINED, and update_state takes it from there.
+An optimizer made with wrt=nnx.Param never sees it, and a gradient with respect to nnx.Param alone leaves it as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from transformer_engine_jax.autocast import current
+from transformer_engine_jax.quantized import QuantizerState
+from transformer_engine_jax.recipe import DelayedScaling, Recipe
+
+
+class Fp8State(nnx.Variable):
+    """Holds the QuantizerState of one operand of one GEMM."""
+
+
+TRAINED = nnx.Any(nnx.Param, Fp8State)
+
+
+def recipe_of_state(recipe: Recipe | None = None) -> DelayedScaling:
+    """The recipe that states are made for: the one given or else in force, if it needs a state, else the default."""
+    recipe = recipe or current().recipe
+    return recipe if recipe is not None and recipe.stateful else DelayedScaling()
+
+
+def update_state(model: nnx.Module, grads: Any) -> Any:
+    """Gives the model its next FP8 state, and returns the gradients of its parameters.
+
+    Args:
+      model: updated in place.
+      grads: of nnx.grad or nnx.value_and_grad with argnums=nnx.DiffState(0, te_nnx.TRAINED).
+
+    Returns:
+      grads without the FP8 state; what nnx.Optimizer.update and gradient norms take.
+
+    Raises:
+      ValueError: the model has FP8 state and grads has not.
+    """
+    new = nnx.state(grads, Fp8State)
+    if not new and nnx.state(model, Fp8State):
+        raise ValueError(
+            "update_state: grads: expected the FP8 state among the gradients, got none; "
+            "differentiate with argnums=nnx.DiffState(0, te_nnx.TRAINED)"
+        )
+    nnx.update(model, new)
+    return nnx.state(grads, nnx.Not(Fp8State))
+
+
+def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
+    """Starts all FP8 state of the model anew, in place, for a recipe: needed where its amax_history_len is another.
+
+    Args:
+      model: any module; stacked layers keep their leading axes.
+      recipe: None means the recipe in force, or DelayedScaling().
+    """
+    length = recipe_of_state(recipe).amax_history_len
+    for _, variable in list(nnx.iter_graph(model)):
+        if isinstance(variable, Fp8State):
+            stacked = variable.get_value().scale.shape
+            ones = jnp.ones(stacked, jnp.float32)
+            variable.set_value(QuantizerState(ones, jnp.zeros((*stacked, length), jnp.float32), ones))

@@ -1,0 +1,122 @@
+"""The op: checks what comes in, and hands it to the backend that fits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.ops.attention.backends import attention_backend, cudnn_attention, warn_of_fallback
+from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.attention.reference import attention_reference
+from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places
+
+
+def dot_product_attention(
+    query,
+    key,
+    value,
+    *,
+    options: Attention,
+    sequence_descriptor: SequenceDescriptor | None = None,
+    mask=None,
+    bias=None,
+    softmax_offset=None,
+    dropout_key=None,
+) -> jax.Array:
+    """softmax(query key^T * scale + bias) value, by head.
+
+    Args:
+      query: [B, Q, H, D] f32, f16 or bf16.
+      key: [B, K, G, D] with G groups dividing H (GQA, MQA).
+      value: [B, K, G, Dv].
+      options: scale, causality, window, dropout rate, kind of softmax, score_mod.
+      sequence_descriptor: which tokens belong to which sequence, of rows that are padded or hold several sequences.
+        Tokens see only their own sequence; padding gets zeros. None: each row is one sequence.
+      mask: bool, broadcastable to [B, H, Q, K]; True is masked out. Not together with a descriptor.
+      bias: broadcastable to [B, H, Q, K], added to the scaled logits.
+      softmax_offset: [H] the extra logit of each head, of softmax_type "learnable".
+      dropout_key: of jax.random; None is no dropout.
+
+    Returns:
+      [B, Q, H, Dv] in query's dtype; zeros for a query that sees no key.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, both mask and descriptor, or a softmax_offset where none is used.
+    """
+    query, key, value = map(jnp.asarray, (query, key, value))
+    options.check()
+    _check_shapes(query, key, value)
+    mask, bias = (_check_broadcast(name, x, query, key) for name, x in (("mask", mask), ("bias", bias)))
+    softmax_offset = _check_offset(options, softmax_offset, query.shape[2])
+    if sequence_descriptor is not None:
+        if mask is not None:
+            raise ValueError(
+                "dot_product_attention: got both mask and sequence_descriptor; a descriptor says all about sequences "
+                "and padding, so give one of them, or what else is to be hidden as a bias"
+            )
+        sequence_descriptor.check(query.shape[0], query.shape[1], key.shape[1])
+    queries, keys = places(sequence_descriptor, query.shape[1], key.shape[1], options)
+    query = _without_padding(query, queries.segment)
+    key, value = (_without_padding(x, keys.segment) for x in (key, value))
+    dropout_key = dropout_key if options.dropout > 0 else None
+    backend, why = attention_backend(
+        options, query, key, value,
+        sequence_descriptor=sequence_descriptor, mask=mask, bias=bias, dropout_key=dropout_key,
+    )  # fmt: skip
+    if backend == "cudnn":
+        return cudnn_attention(
+            options, query, key, value,
+            sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias,
+        )  # fmt: skip
+    warn_of_fallback(why)
+    return attention_reference(
+        options, query, key, value,
+        queries=queries, keys=keys, mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key,
+    )  # fmt: skip
+
+
+def _check_shapes(query, key, value) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise ValueError(f"dot_product_attention: {name}: expected [B, S, heads, D], got {list(x.shape)}")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"dot_product_attention: {name}: expected f32, f16 or bf16, got {x.dtype}")
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"dot_product_attention: query{list(query.shape)}, key{list(key.shape)} and value{list(value.shape)} "
+            "must agree in batch, key length, groups, and the head size of query and key"
+        )
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(f"dot_product_attention: {query.shape[2]} heads do not divide into {key.shape[2]} groups")
+
+
+def _check_broadcast(name: str, x, query, key):
+    """The mask as bool, or the bias, of rank 4; None if absent."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    if x.ndim != 4 or any(n not in (1, m) for n, m in zip(x.shape, full)):
+        raise ValueError(f"dot_product_attention: {name}: expected a shape that broadcasts to {full}, got {x.shape}")
+    if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"dot_product_attention: bias: expected f32, f16 or bf16, got {x.dtype}")
+    return x != 0 if name == "mask" and x.dtype != jnp.bool_ else x
+
+
+def _check_offset(options: Attention, softmax_offset, heads: int):
+    if (softmax_offset is not None) != (options.softmax_type == "learnable"):
+        raise ValueError(
+            "dot_product_attention: softmax_offset: expected [H] with softmax_type='learnable' and only with it, got "
+            f"{'none' if softmax_offset is None else 'one'} with softmax_type={options.softmax_type!r}"
+        )
+    if softmax_offset is not None and jnp.shape(softmax_offset) != (heads,):
+        raise ValueError(
+            f"dot_product_attention: softmax_offset: expected [{heads}], one for each head, "
+            f"got {list(jnp.shape(softmax_offset))}"
+        )
+    return softmax_offset
+
+
+def _without_padding(x, segment):
+    """x, with zeros where there is no sequence: whatever lies there, NaN too, stays out of sums and gradients."""
+    return x if segment is None else jnp.where((segment != 0)[:, :, None, None], x, jnp.zeros((), x.dtype))

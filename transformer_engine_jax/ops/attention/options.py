@@ -1,0 +1,48 @@
+"""What attention needs to know at trace time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")
+
+
+class Attention(NamedTuple):
+    """The static options of `dot_product_attention`; hashable.
+
+    scale: multiplies q k^T.
+    causal: a query sees keys up to its own position.
+    window: (left, right) how many keys before and after its own position a query sees, -1 for all.
+    bias_before_scale: the bias is scaled too.
+    dropout: rate at which weights are dropped, in [0, 1).
+    bottom_right: positions are counted back from the ends of the query's and the key's sequence, not from their starts.
+    softmax_type: "off_by_one" adds one to the denominator; "learnable" adds exp(softmax_offset) of each head.
+    score_mod: `score_mod(scores f32[B, H, Q, K], q_positions i32[B or 1, 1, Q, 1], k_positions i32[B or 1, 1, 1, K])
+      -> scores`, of the scaled scores with their bias, before mask and softmax. Long sequences come in blocks of
+      queries, so it must treat each score by itself; positions are those that causality and window compare.
+    """
+
+    scale: float
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    bias_before_scale: bool = False
+    dropout: float = 0.0
+    bottom_right: bool = False
+    softmax_type: str = "vanilla"
+    score_mod: Callable | None = None
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """How many positions back and ahead a query sees, -1 for all."""
+        left, right = self.window or (-1, -1)
+        return left, 0 if self.causal else right
+
+    def check(self) -> None:
+        """Raises ValueError for options that no attention has."""
+        if self.softmax_type not in SOFTMAX_TYPES:
+            raise ValueError(f"attention: softmax_type: expected one of {SOFTMAX_TYPES}, got {self.softmax_type!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"attention: dropout: expected a rate in [0, 1), got {self.dropout}")
+        if self.window is not None and (len(self.window) != 2 or any(n != int(n) or n < -1 for n in self.window)):
+            raise ValueError(f"attention: window: expected (left, right), each -1 for all or >= 0, got {self.window}")

@@ -1,0 +1,143 @@
+"""Attention in plain JAX: what every backend must equal, and what runs where no other can.
+
+Logits and softmax are in f32. A query that sees no key gets zeros. Where the logits of all queries would take much
+memory, blocks of queries are computed one after another, and again in the backward pass: memory then grows with the
+number of keys, not with its square.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.attention.sequences import Places, visible
+
+# Logits of one block: 64 MiB in f32. Larger blocks are no faster, and several such arrays live at once.
+LOGITS_PER_BLOCK = 2**24
+# Fewer rows than this would leave a matrix product little to do.
+LEAST_ROWS = 16
+
+
+class Rows(NamedTuple):
+    """What belongs to queries: a block of them has a part of each. None is absent, or the same for every query."""
+
+    query: jax.Array  # [B, Q, H, D]
+    index: jax.Array  # i32[Q]
+    position: jax.Array  # i32[B or 1, Q]
+    segment: jax.Array | None  # i32[B, Q]
+    mask: jax.Array | None  # bool[B or 1, H or 1, Q, K or 1]
+    bias: jax.Array | None  # [B or 1, H or 1, Q, K or 1]
+
+
+_ROW_AXES = Rows(query=1, index=0, position=1, segment=1, mask=2, bias=2)
+
+
+class Shared(NamedTuple):
+    """What every query needs."""
+
+    key: jax.Array  # [B, K, G, D]
+    value: jax.Array  # [B, K, G, Dv]
+    places: Places
+    mask: jax.Array | None  # bool[B or 1, H or 1, 1, K or 1]
+    bias: jax.Array | None  # [B or 1, H or 1, 1, K or 1]
+    softmax_offset: jax.Array | None  # f32[H]
+    dropout_key: jax.Array | None
+
+
+def rows_per_block(batch: int, heads: int, q_len: int, k_len: int) -> int:
+    """All queries where their logits are few; else a part of them, equal blocks up to rounding."""
+    most = max(LOGITS_PER_BLOCK // max(batch * heads * k_len, 1), LEAST_ROWS)
+    blocks = -(-q_len // most)
+    return q_len if blocks <= 1 else -(-q_len // blocks)
+
+
+def attention_reference(
+    options: Attention, query, key, value, *, queries: Places, keys: Places, mask, bias, softmax_offset, dropout_key
+) -> jax.Array:
+    """[B, Q, H, Dv] in query's dtype; arguments as in `dot_product_attention`, with places for sequences."""
+    batch, q_len, heads, _ = query.shape
+    varies = lambda x: x is not None and x.shape[2] > 1  # noqa: E731
+    of_rows = lambda x: x if varies(x) else None  # noqa: E731
+    of_all = lambda x: None if varies(x) else x  # noqa: E731
+    index = jnp.arange(q_len, dtype=jnp.int32)
+    rows = Rows(query, index, queries.position, queries.segment, of_rows(mask), of_rows(bias))
+    shared = Shared(key, value, keys, of_all(mask), of_all(bias), softmax_offset, dropout_key)
+    size = rows_per_block(batch, heads, q_len, key.shape[1])
+    if size >= q_len:
+        return _attend(options, rows, shared)
+    blocks = [None if x is None else _in_blocks(x, axis, size) for x, axis in zip(rows, _ROW_AXES)]
+    out = jax.lax.map(jax.checkpoint(lambda block: _attend(options, block, shared), prevent_cse=False), Rows(*blocks))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(batch, -1, *out.shape[3:])[:, :q_len]
+
+
+def _in_blocks(x, axis: int, size: int) -> jax.Array:
+    """[.., S, ..] -> [blocks, .., size, ..]; the last block is filled with zeros."""
+    count = -(-x.shape[axis] // size)
+    filled = [(0, 0)] * x.ndim
+    filled[axis] = (0, count * size - x.shape[axis])
+    x = jnp.pad(x, filled).reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def _attend(options: Attention, rows: Rows, shared: Shared) -> jax.Array:
+    batch, q_len, heads, dim = rows.query.shape
+    k_len, groups = shared.key.shape[1:3]
+    grouped = rows.query.reshape(batch, q_len, groups, heads // groups, dim)
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, shared.key, preferred_element_type=jnp.float32)
+    scores = _modified(options, scores.reshape(batch, heads, q_len, k_len), rows, shared)
+    mask = shared.mask if rows.mask is None else rows.mask
+    seen = visible(options, Places(rows.position, rows.segment), shared.places, mask)
+    weights = _softmax(scores, seen, _offset(options, shared.softmax_offset))
+    if options.dropout > 0 and shared.dropout_key is not None:
+        kept = _kept(shared.dropout_key, 1.0 - options.dropout, rows.index, weights.shape)
+        weights = jnp.where(kept, weights / (1.0 - options.dropout), 0.0)
+    weights = weights.astype(shared.value.dtype).reshape(batch, groups, heads // groups, q_len, k_len)
+    out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, shared.value, preferred_element_type=jnp.float32)
+    return out.reshape(batch, q_len, heads, shared.value.shape[-1]).astype(rows.query.dtype)
+
+
+def _modified(options: Attention, scores, rows: Rows, shared: Shared) -> jax.Array:
+    """Scores [B, H, Q, K] with scale, bias and score_mod."""
+    bias = shared.bias if rows.bias is None else rows.bias
+    bias = 0.0 if bias is None else bias.astype(jnp.float32)
+    scores = (scores + bias) * options.scale if options.bias_before_scale else scores * options.scale + bias
+    if options.score_mod is None:
+        return scores
+    modified = options.score_mod(scores, rows.position[:, None, :, None], shared.places.position[:, None, None, :])
+    if jnp.shape(modified) != scores.shape:
+        raise ValueError(f"attention: score_mod: expected scores{list(scores.shape)} back, got {jnp.shape(modified)}")
+    return modified.astype(jnp.float32)
+
+
+def _offset(options: Attention, softmax_offset) -> jax.Array | None:
+    """f32[H or 1, 1, 1], one more logit of every query, or None."""
+    if options.softmax_type == "vanilla":
+        return None
+    offset = jnp.zeros(1) if options.softmax_type == "off_by_one" else softmax_offset
+    return offset.astype(jnp.float32)[:, None, None]
+
+
+def _softmax(scores, seen, offset) -> jax.Array:
+    """Softmax over the last axis of what is seen; zeros where nothing is. `offset` counts in the denominator."""
+    if seen is not None:
+        scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
+    top = jax.lax.stop_gradient(top if offset is None else jnp.maximum(top, offset))
+    weights = jnp.exp(scores - top)
+    if seen is not None:
+        weights = jnp.where(seen, weights, 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if offset is not None:
+        total = total + jnp.exp(offset - top)
+    return weights / jnp.where(total > 0, total, 1.0)
+
+
+def _kept(key, rate: float, index, shape) -> jax.Array:
+    """bool[B, H, Q, K], each row of queries from a key of its own, so that blocks draw what the whole would."""
+    batch, heads, _, k_len = shape
+    of_row = lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), rate, (batch, heads, k_len))  # noqa: E731
+    return jnp.moveaxis(jax.vmap(of_row)(index), 0, 2)

@@ -1,0 +1,25 @@
+"""low_rank: the branch that LoRA adds beside a frozen kernel (Hu et al., 2021)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def low_rank(x, a, b, *, k_axes: int = 1, alpha: float | None = None) -> jax.Array:
+    """x contracted with a and then b, times alpha / r -> [m.., stack.., n] in x's dtype.
+
+    Args:
+      x: [m.., k..] f32, f16 or bf16.
+      a: [k.., stack.., r] any float dtype, the stack being that of the products in one kernel, if any.
+      b: [stack.., r, n] any float dtype.
+      k_axes: how many axes of x are contracted.
+      alpha: None scales by 1.
+    """
+    dim = a.shape[-1]
+    contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
+    down = jax.lax.dot_general(x, a.astype(x.dtype), (contract, ((), ())))
+    down = down.reshape(*x.shape[: x.ndim - k_axes], -1, dim)
+    up = jnp.einsum("...sr,srn->...sn", down, b.astype(x.dtype).reshape(-1, dim, b.shape[-1]))
+    features = (*b.shape[:-2], b.shape[-1])
+    return (up * (1.0 if alpha is None else alpha / dim)).reshape(*x.shape[: x.ndim - k_axes], *features)
