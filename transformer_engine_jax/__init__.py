@@ -1,8 +1,11 @@
 """FP8 training for Transformers in JAX: `import transformer_engine_jax as te`, and `.flax` for the modules."""
 
+import warnings as _warnings
+
 from transformer_engine_jax import recipe
 from transformer_engine_jax.autocast import MeshResource, autocast, fp8_autocast, global_shard_guard
 from transformer_engine_jax.collections import update_collections
+from transformer_engine_jax.distribution import name_conflict as _name_conflict
 from transformer_engine_jax.ops.activation import activation
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.dense import dense
@@ -32,3 +35,6 @@ __all__ = [
     "rmsnorm",
     "update_collections",
 ]
+
+if _conflict := _name_conflict():
+    _warnings.warn(_conflict, RuntimeWarning, stacklevel=2)

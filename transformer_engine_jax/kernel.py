@@ -33,6 +33,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transformer_engine_jax.distribution import name_conflict
+
 # --- The compiled handlers ---------------------------------------------------------------------------------------
 
 _BUILD_HINT = "build it with `pip install .` (or `make test`) from a checkout"
@@ -48,7 +50,8 @@ def _register_handlers() -> dict[str, dict[str, Any]]:
             extension = importlib.import_module(f"transformer_engine_jax.{module}")
         except ImportError as error:
             if platform == "cpu":
-                raise ImportError(f"transformer_engine_jax._cpu is missing: {_BUILD_HINT} ({error})") from error
+                reason = name_conflict() or f"{_BUILD_HINT} ({error})"
+                raise ImportError(f"transformer_engine_jax._cpu cannot be imported: {reason}") from error
             _cuda_import_error = str(error)
             continue
         found[platform] = extension.registrations()

@@ -1,6 +1,9 @@
 // Rotary position embedding on CUDA: 2 s bytes a value of x, with s for its dtype. A thread takes the same few pairs of
 // several heads of one token, so that each cosine and sine, some 40 instructions, is made once and kept in registers,
 // with no shared memory and nothing to wait for. Neighbouring threads take neighbouring pairs, then neighbouring heads.
+#include <algorithm>
+#include <type_traits>
+
 #include "core/cuda.cuh"
 #include "ops/rope.h"
 

@@ -22,7 +22,7 @@ struct SoftmaxAttributes {
 // Row r of x is query r % queries of head (r / queries) % heads of example r / queries / heads.
 struct SoftmaxShape {
   int64_t examples, heads, queries, keys;
-  int64_t rows() const { return examples * heads * queries; }
+  constexpr int64_t rows() const { return examples * heads * queries; }
 };
 
 // The shape means something only where the check did not fail.

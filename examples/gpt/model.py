@@ -19,7 +19,7 @@ class GPT(nn.Module):
     hidden: int
     heads: int
     mlp: int
-    dtype: jnp.dtype = jnp.float32  # of activations; parameters are kept in f32
+    dtype: jnp.dtype = jnp.float32  # of activations; parameters are f32, and the layers compute in their input's dtype
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -45,9 +45,8 @@ class GPT(nn.Module):
                 scaled_query_init=False,
                 hidden_dropout=0.0,
                 attention_dropout=0.0,
-                dtype=self.dtype,
                 name=f"layer_{index}",
             )(x, deterministic=True)
-        x = te_flax.LayerNorm(dtype=self.dtype, name="norm")(x)
+        x = te_flax.LayerNorm(name="norm")(x)
         # The head is the embedding again. With 256 outputs it costs next to nothing, so it stays in f32.
         return x.astype(jnp.float32) @ embedding.embedding.T

@@ -1,4 +1,4 @@
-"""dot_product_attention: against its formula in f64 numpy, for values; and by AD of a plain form, for gradients."""
+"""dot_product_attention: values and gradients of every option against f64 numpy; dropout, transforms, misuse."""
 
 from functools import partial
 
@@ -6,93 +6,124 @@ import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_attention
 import pytest
 from emulated import BF16, F32
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.attention import Attention, attention_backend, dot_product_attention
+from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
 
-B, Q, K, H, D = 2, 12, 16, 4, 8
-QUERY, KEY4, VALUE4, BIAS, DY = emulated.normal(7, (B, Q, H, D), (B, K, H, D), (B, K, H, D), (B, H, Q, K), (B, Q, H, D))
+B, Q, K, H, D, DV = 2, 12, 16, 4, 8, 6
+QUERY, KEY4, VALUE4, BIAS, DY = emulated.normal(
+    7, (B, Q, H, D), (B, K, H, D), (B, K, H, DV), (B, H, Q, K), (B, Q, H, DV)
+)
+OFFSET = np.array([0.5, -1.0, 0.0, 2.0], np.float32)
 _rng = np.random.default_rng(8)
 MASK = _rng.random((B, H, Q, K)) < 0.3  # True is masked out
 MASK[..., 0] = False
+BLIND = MASK.copy()
+BLIND[0, :, 3] = True  # a query that sees nothing
 
 
-def visible(options: Attention, mask, q=Q, k=K):
-    """bool[B, H, q, k] by one comparison an element."""
-    seen = np.ones((B, H, q, k), bool) if mask is None else ~np.broadcast_to(mask, (B, H, q, k))
-    left, right = options.window or (-1, -1)
-    for i in range(q):
-        for j in range(k):
-            hidden = (options.causal and j > i) or (left >= 0 and j < i - left) or (right >= 0 and j > i + right)
-            seen[..., i, j] &= not hidden
-    return seen
-
-
-def formula(query, key, value, bias, seen, options):
-    """Softmax attention, of arrays of either numpy or jax.numpy; a query that sees no key gets zeros."""
-    xp = jnp if isinstance(query, jax.Array) else np
-    repeats = query.shape[2] // key.shape[2]
-    key, value = (xp.repeat(x, repeats, axis=2) for x in (key, value))  # group g serves heads g * repeats ...
-    logits = xp.einsum("bqhd,bkhd->bhqk", query, key)
-    bias = 0.0 if bias is None else bias
-    logits = (logits + bias) * options.scale if options.bias_before_scale else logits * options.scale + bias
-    weights = xp.where(seen, xp.exp(xp.where(seen, logits, 0.0)), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    return xp.einsum("bhqk,bkhd->bqhd", weights / xp.where(total > 0, total, 1.0), value)
-
-
-# options, groups, mask, bias
+# options, groups, mask, bias, softmax offset
 CASES = {
-    "all visible": (Attention(0.3), 4, None, None),
-    "causal": (Attention(0.3, causal=True), 4, None, None),
-    "GQA": (Attention(0.3, causal=True), 2, None, None),
-    "MQA": (Attention(0.3), 1, MASK, None),
-    "mask": (Attention(0.3), 4, MASK, None),
-    "mask of keys": (Attention(0.3, causal=True), 2, MASK[:, :1, :1], None),
-    "one mask": (Attention(0.3), 2, MASK[:1, :1], None),
-    "bias": (Attention(0.3), 2, None, BIAS),
-    "bias of heads": (Attention(0.3), 4, None, BIAS[:1, :, :1]),
-    "bias of batch": (Attention(0.3), 2, None, BIAS[:, :1]),
-    "bias before scale": (Attention(0.3, bias_before_scale=True), 2, MASK, BIAS[:1]),
-    "window back": (Attention(0.3, causal=True, window=(3, 0)), 4, None, None),
-    "window both ways": (Attention(0.3, window=(3, 2)), 4, None, None),
-    "window ahead": (Attention(0.3, window=(-1, 2)), 4, None, None),
+    "all visible": (Attention(0.3), 4, None, None, None),
+    "causal": (Attention(0.3, causal=True), 4, None, None, None),
+    "causal, bottom right": (Attention(0.3, causal=True, bottom_right=True), 4, None, None, None),
+    "GQA": (Attention(0.3, causal=True), 2, None, None, None),
+    "MQA": (Attention(0.3), 1, MASK, None, None),
+    "mask": (Attention(0.3), 4, BLIND, None, None),
+    "mask of keys": (Attention(0.3, causal=True), 2, MASK[:, :1, :1], None, None),
+    "one mask": (Attention(0.3), 2, MASK[:1, :1], None, None),
+    "bias": (Attention(0.3), 2, BLIND, BIAS, None),
+    "bias of heads": (Attention(0.3), 4, None, BIAS[:1], None),
+    "bias of heads and keys": (Attention(0.3), 4, None, BIAS[:1, :, :1], None),
+    "bias of batch": (Attention(0.3), 2, None, BIAS[:, :1], None),
+    "one bias": (Attention(0.3, causal=True), 2, None, BIAS[:1, :1], None),
+    "bias before scale": (Attention(0.3, bias_before_scale=True), 2, MASK, BIAS[:1], None),
+    "window back": (Attention(0.3, causal=True, window=(3, 0)), 4, None, None, None),
+    "window both ways": (Attention(0.3, window=(3, 2)), 4, None, None, None),
+    "window ahead": (Attention(0.3, window=(-1, 2)), 4, None, None, None),
+    "window cut by causality": (Attention(0.3, causal=True, window=(3, 2)), 4, None, None, None),
+    "window, bottom right": (Attention(0.3, window=(3, 1), bottom_right=True), 4, None, None, None),
+    "off by one": (Attention(0.3, softmax_type="off_by_one"), 4, BLIND, None, None),
+    "learnable": (Attention(0.3, causal=True, softmax_type="learnable"), 2, BLIND, BIAS[:1], OFFSET),
 }
+
+
+def run_step(options, mask, names, args, dy):
+    """(out, gradients) of the op, jitted."""
+
+    def op(*args):
+        return dot_product_attention(*args[:3], options=options, mask=mask, **dict(zip(names, args[3:])))
+
+    @jax.jit
+    def step(args, dy):
+        out, vjp = jax.vjp(op, *args)
+        return out, list(vjp(dy))
+
+    return step(args, dy)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients(case):
-    options, groups, mask, bias = CASES[case]
-    args = [QUERY, KEY4[:, :, :groups], VALUE4[:, :, :groups]] + ([] if bias is None else [bias])
-    seen = visible(options, mask)
-
-    def op(query, key, value, bias=None):
-        return dot_product_attention(query, key, value, options=options, mask=mask, bias=bias)
-
-    def plain(query, key, value, bias=None):
-        return formula(query, key, value, bias, seen, options)
-
-    exact = plain(*[x.astype(np.float64) for x in args])
-    for f in (op, plain):
-        run = jax.jit(lambda *args, f=f: (lambda y, vjp: (y, vjp(jnp.asarray(DY))))(*jax.vjp(f, *args)))
-        out, grads = run(*[jnp.asarray(x) for x in args])
-        testing.assert_close(out, exact, F32, "value")
-        expected = grads if f is op else expected  # noqa: F821
-    testing.assert_close(expected, grads, F32, "gradient ")
+    options, groups, mask, bias, offset = CASES[case]
+    extra = {name: x for name, x in (("bias", bias), ("softmax_offset", offset)) if x is not None}
+    args = [QUERY, KEY4[:, :, :groups], VALUE4[:, :, :groups]]
+    got = run_step(options, mask, list(extra), [*args, *extra.values()], DY)
+    seen = numpy_attention.seen_keys(options, B, Q, K, mask=mask)
+    testing.assert_close(got, numpy_attention.attention(options, seen, *args, DY, bias, offset), F32)
 
 
-def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
-    mask = np.zeros((B, 1, Q, K), bool)
-    mask[0, :, 3] = True
-    run = partial(dot_product_attention, options=Attention(0.3), mask=jnp.asarray(mask))
-    out, vjp = jax.vjp(jax.jit(run), *[jnp.asarray(x) for x in (QUERY, KEY4, VALUE4)])
-    assert not np.asarray(out[0, 3]).any() and np.asarray(out[0, 2]).all()
-    dq, *others = vjp(jnp.asarray(DY))
-    assert not np.asarray(dq[0, 3]).any()
-    assert all(bool(jnp.isfinite(g).all()) for g in others)
+def test_score_mod_sees_positions_and_is_differentiated():
+    """Gemma's soft cap and an ALiBi slope that is learned: closed over, so AD must reach it."""
+    slope = jnp.float32(0.1)
+
+    def op(query, key, value, slope):
+        mod = lambda scores, q, k: 2 * jnp.tanh(scores / 2) - slope * jnp.abs(q - k)  # noqa: E731
+        options = Attention(0.3, causal=True, bottom_right=True, score_mod=mod)
+        return dot_product_attention(query, key, value, options=options, bias=jnp.asarray(BIAS))
+
+    def plain(query, key, value, slope):
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * 0.3 + BIAS
+        distance = np.arange(K)[None, :] - np.arange(Q)[:, None] - (K - Q)
+        logits = 2 * jnp.tanh(logits / 2) - slope * np.abs(distance)
+        weights = jax.nn.softmax(jnp.where(distance <= 0, logits, -jnp.inf), axis=-1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+    args = [jnp.asarray(x) for x in (QUERY, KEY4, VALUE4)] + [slope]
+    steps = [jax.jit(partial(testing.gradients, f, key=jax.random.key(1))) for f in (op, plain)]
+    testing.assert_close(*[step(args) for step in steps], F32)
+    with pytest.raises(ValueError, match=r"score_mod: expected scores\[2, 4, 12, 16\] back, got \(2, 4, 12, 1\)"):
+        options = Attention(1.0, score_mod=lambda s, q, k: s[..., :1])
+        jax.eval_shape(partial(dot_product_attention, options=options), *args[:3])
+
+
+def test_all_transforms_of_an_op():
+    args = [jnp.asarray(x) for x in (QUERY, KEY4[:, :, :2], VALUE4[:, :, :2], BIAS[:1])]
+    options = Attention(0.3, causal=True, softmax_type="off_by_one")
+
+    def op(query, key, value, bias):
+        return dot_product_attention(query, key, value, options=options, bias=bias)
+
+    def plain(query, key, value, bias):
+        key, value = (jnp.repeat(x, 2, axis=2) for x in (key, value))
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * 0.3 + bias
+        powers = jnp.exp(logits) * np.tri(Q, K)
+        return jnp.einsum("bhqk,bkhd->bqhd", powers / (1 + powers.sum(-1, keepdims=True)), value)
+
+    testing.check_op(op, plain, args, value_bound=F32, gradient_bound=F32, key=jax.random.key(0))
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_zero_gradients():
+    for options, offset in ((Attention(0.3), None), (Attention(0.3, softmax_type="learnable"), OFFSET)):
+        names = [] if offset is None else ["softmax_offset"]
+        args = [QUERY, KEY4, VALUE4] + ([] if offset is None else [offset])
+        out, grads = run_step(options, BLIND, names, args, DY)
+        assert not np.asarray(out[0, 3]).any() and np.asarray(out[0, 2]).all()
+        assert not np.asarray(grads[0][0, 3]).any()
+        assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
 def test_bf16_computes_softmax_in_f32():
@@ -100,7 +131,8 @@ def test_bf16_computes_softmax_in_f32():
     options = Attention(0.3, causal=True)
     out = jax.jit(partial(dot_product_attention, options=options))(*args)
     assert out.dtype == jnp.bfloat16
-    exact = formula(*[np.asarray(x, np.float64) for x in args], None, visible(options, None), options)
+    seen = numpy_attention.seen_keys(options, B, Q, K)
+    exact, _ = numpy_attention.attention(options, seen, *map(np.asarray, args), DY)
     testing.assert_close(out, exact, 2 * BF16)  # the weights and the output are rounded
     # Logits that bf16 could not tell apart, and that overflow without the maximum subtracted.
     large = dot_product_attention(*args, options=Attention(2000.0))
@@ -109,53 +141,84 @@ def test_bf16_computes_softmax_in_f32():
 
 def test_dropout_drops_the_rate_and_keeps_the_mean():
     options = Attention(0.3, dropout=0.25)
-    ones = jnp.ones((B, K, H, D))
-    key = jax.random.key(0)
+    zeros, ones = jnp.zeros((B, Q, H, D)), jnp.ones((B, K, H, D))
     run = jax.jit(partial(dot_product_attention, options=options))
-    out = run(jnp.zeros((B, Q, H, D)), ones, ones, dropout_key=key)  # uniform weights: each output is a mean of K
-    # B * Q * H means of K = 16 values that are 0 or 4 / 3: the standard error of their mean is
-    # sqrt(1/3 / (96 * 16)) = 0.015.
-    assert abs(float(out.mean()) - 1) < 0.06 and float(jnp.std(out[..., 0])) > 0.05
-    again = run(jnp.zeros((B, Q, H, D)), ones, ones, dropout_key=key)
-    testing.assert_same_bytes(out, again)
-    testing.assert_close(run(jnp.zeros((B, Q, H, D)), ones, ones, dropout_key=None), jnp.ones((B, Q, H, D)), F32)
+    # Uniform weights and the identity as values: the output shows each weight, 0 or 4 / 3 of 1 / K.
+    identity = jnp.broadcast_to(jnp.eye(K)[None, :, None], (B, K, H, K))
+    weights = np.asarray(run(zeros, ones, identity, dropout_key=jax.random.key(0))) * K
+    np.testing.assert_allclose(np.unique(weights.round(5)), [0, 4 / 3], atol=2e-5)
+    # 1536 of them: the mean's standard error is sqrt(1 / 3 / 1536) = 0.015; four times that.
+    assert abs(weights.mean() - 1) < 0.06
+    # No two queries, heads or rows of the batch share what is dropped.
+    drawn = {row.tobytes() for row in (weights > 0).reshape(-1, K)}
+    assert len(drawn) > 0.95 * B * Q * H
+
+    again = run(zeros, ones, identity, dropout_key=jax.random.key(0))
+    other = run(zeros, ones, identity, dropout_key=jax.random.key(1))
+    np.testing.assert_array_equal(np.asarray(again) * K, weights)
+    assert (np.asarray(other) * K != weights).mean() > 0.3  # 2 * 0.25 * 0.75 of them differ
+    testing.assert_close(run(zeros, ones, ones, dropout_key=None), jnp.ones((B, Q, H, D)), F32)
+
+
+def test_dropout_is_the_same_in_the_backward_pass():
+    options = Attention(0.3, dropout=0.4, causal=True)
+    op = partial(dot_product_attention, options=options, dropout_key=jax.random.key(3))
+    value = jnp.asarray(VALUE4)
+    out, vjp = jax.vjp(lambda v: op(QUERY, KEY4, v), value)
+    # The output is linear in the values: <out(v), dy> = <v, dv>.
+    np.testing.assert_allclose(jnp.vdot(out, DY), jnp.vdot(value, vjp(jnp.asarray(DY))[0]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_sharded_is_unsharded(explicit):
+@pytest.mark.parametrize("padded", [False, True], ids=["causal", "padding"])
+def test_sharded_is_unsharded(explicit, padded):
     mesh = testing.mesh_of((2, 2), ("data", "model"), explicit=explicit)
-    arrays = [QUERY, KEY4[:, :, :2], VALUE4[:, :, :2], DY]
+    arrays = [QUERY, KEY4[:, :, :2], VALUE4[:, :, :2], DY, np.array([12, 3], np.int32)]
+    specs = [P("data", None, "model")] * 4 + [P("data")]
 
     @jax.jit
-    def step(query, key, value, dy):
-        run = partial(dot_product_attention, options=Attention(0.3, causal=True))
+    def step(query, key, value, dy, lengths):
+        options = Attention(0.3, causal=True, bottom_right=padded)
+        sequences = SequenceDescriptor.from_seqlens(lengths) if padded else None
+        run = partial(dot_product_attention, options=options, sequence_descriptor=sequences)
         out, vjp = jax.vjp(run, query, key, value)
         return out, vjp(dy)
 
     expected = jax.device_get(step(*arrays))
     with testing.on_mesh(mesh):
-        got = jax.device_get(step(*testing.shard(mesh, arrays, [P("data", None, "model")] * 4)))
+        got = jax.device_get(step(*testing.shard(mesh, arrays, specs)))
     testing.assert_close(got, expected, F32)
 
 
-def test_backend_names_a_reason():
-    q = jnp.ones((B, Q, H, D))
-    backend, why = attention_backend(Attention(1.0), q, q, q, mask=None, bias=None, dropout_key=None)
-    assert backend == "reference" and ("GPU" in why or "bf16" in why)
+DESCRIPTOR = SequenceDescriptor.from_seqlens(jnp.array([3, 4]))
 
 
 @pytest.mark.parametrize(
-    "query, key, value, options, message",
+    "shapes, options, call, message",
     [
-        ((B, Q, D), (B, K, H, D), (B, K, H, D), {}, r"query: expected \[B, S, heads, D\], got \[2, 12, 8\]"),
-        ((B, Q, H, D), (B, K, 3, D), (B, K, 3, D), {}, "4 heads do not divide into 3 groups"),
-        ((B, Q, H, D), (B, K, H, D), (B, K - 1, H, D), {}, r"value\[2, 15, 4, 8\].*must agree"),
-        ((B, Q, H, D), (B, K, H, 4), (B, K, H, 4), {}, r"key\[2, 16, 4, 4\].*must agree"),
-        ((B, Q, H, D), (B, K, H, D), (B, K, H, D), {"mask": (B, Q, K)}, r"mask: expected a shape that broadcasts"),
-        ((B, Q, H, D), (B, K, H, D), (B, K, H, D), {"bias": (1, 3, Q, K)}, r"bias: .*\(2, 4, 12, 16\), got \(1, 3"),
+        ({"query": (B, Q, D)}, {}, {}, r"query: expected \[B, S, heads, D\], got \[2, 12, 8\]"),
+        ({"key": (B, K, 3, D), "value": (B, K, 3, D)}, {}, {}, "4 heads do not divide into 3 groups"),
+        ({"value": (B, K - 1, H, D)}, {}, {}, r"value\[2, 15, 4, 8\].*must agree"),
+        ({"key": (B, K, H, 4)}, {}, {}, r"key\[2, 16, 4, 4\].*must agree"),
+        ({}, {}, {"mask": np.zeros((B, Q, K), bool)}, r"mask: expected a shape that broadcasts"),
+        ({}, {}, {"bias": np.zeros((1, 3, Q, K))}, r"bias: expected.*\(2, 4, 12, 16\), got \(1, 3"),
+        ({}, {}, {"bias": np.zeros((1, 1, Q, K), bool)}, "bias: expected f32, f16 or bf16, got bool"),
+        ({}, {}, {"mask": MASK, "sequence_descriptor": DESCRIPTOR}, "got both mask and sequence_descriptor"),
+        ({}, {"softmax_type": "learnable"}, {}, "softmax_offset: expected .*got none with softmax_type='learnable'"),
+        ({}, {}, {"softmax_offset": OFFSET}, "softmax_offset: expected .*got one with softmax_type='vanilla'"),
+        ({}, {"softmax_type": "learnable"}, {"softmax_offset": OFFSET[:2]}, r"softmax_offset: expected \[4\].*got \[2\]"),
+        ({}, {"softmax_type": "sparse"}, {}, "softmax_type: expected one of .*got 'sparse'"),
+        ({}, {"dropout": 1.0}, {}, r"dropout: expected a rate in \[0, 1\), got 1.0"),
+        ({}, {"window": (-2, 0)}, {}, r"window: expected \(left, right\).*got \(-2, 0\)"),
+        ({}, {"window": (3,)}, {}, r"window: expected \(left, right\).*got \(3,\)"),
     ],
 )  # fmt: skip
-def test_misuse_is_named(query, key, value, options, message):
-    options = {name: jnp.zeros(shape, bool if name == "mask" else jnp.float32) for name, shape in options.items()}
+def test_misuse_is_named(shapes, options, call, message):
+    shapes = {"query": (B, Q, H, D), "key": (B, K, H, D), "value": (B, K, H, D)} | shapes
     with pytest.raises(ValueError, match=message):
-        dot_product_attention(jnp.ones(query), jnp.ones(key), jnp.ones(value), options=Attention(1.0), **options)
+        dot_product_attention(**{n: jnp.ones(s) for n, s in shapes.items()}, options=Attention(1.0, **options), **call)
+
+
+def test_integers_are_not_attended():
+    with pytest.raises(ValueError, match="key: expected f32, f16 or bf16, got int32"):
+        dot_product_attention(QUERY, KEY4.astype(np.int32), VALUE4, options=Attention(1.0))

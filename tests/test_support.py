@@ -1,0 +1,68 @@
+"""The report, and what a newcomer's machine may get wrong."""
+
+import importlib.machinery
+import os
+import re
+import subprocess
+import sys
+
+import jax
+
+import transformer_engine_jax as te
+from transformer_engine_jax import support
+
+
+def python(code: str, **environment) -> subprocess.CompletedProcess:
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+
+
+def test_report_names_versions_targets_and_every_recipe():
+    text = support.report()
+    for name in ("python", "jax", "jaxlib", "flax", "backend", "cpu targets", "te_gemm", "te_quantize"):
+        assert name in text
+    status = dict((name, status) for name, status, _ in support.recipe_support())
+    assert set(status) >= {"DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"}
+    assert status["DelayedScaling"] == ("emulated" if jax.default_backend() == "cpu" else "supported")
+
+
+def test_the_report_is_a_command():
+    out = subprocess.run([sys.executable, "-m", "transformer_engine_jax"], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0 and re.search(r"^DelayedScaling +(supported|emulated|not supported)", out.stdout, re.M)
+
+
+def test_is_fp8_available_gives_a_reason():
+    available, reason = te.is_fp8_available()
+    assert available == (jax.default_backend() == "gpu") and (available or "GPU" in reason)
+
+
+def test_import_is_quick_and_loads_no_gpu_library():
+    code = """
+import time, jax, jax.numpy
+began = time.perf_counter()
+import transformer_engine_jax
+took = time.perf_counter() - began
+maps = open("/proc/self/maps").read()
+print(took, [name for name in ("libcuda.so", "libcublas", "libcudnn") if name in maps])
+"""
+    out = python(code, JAX_PLATFORMS="cpu")
+    assert out.returncode == 0, out.stderr
+    took, libraries = out.stdout.split(" ", 1)
+    assert float(took) < 2 and libraries.strip() == "[]"
+
+
+def test_another_distribution_with_our_import_name_is_named(tmp_path):
+    foreign = tmp_path / ("transformer_engine_jax" + importlib.machinery.EXTENSION_SUFFIXES[0])
+    foreign.touch()
+    out = python(f"import sys; sys.path.append({str(tmp_path)!r}); import transformer_engine_jax", JAX_PLATFORMS="cpu")
+    assert out.returncode == 0 and str(foreign) in out.stderr and "separate virtual environments" in out.stderr
+
+
+def test_a_missing_extension_says_how_to_build_it():
+    code = """
+import sys
+sys.modules["transformer_engine_jax._cpu"] = None
+import transformer_engine_jax
+"""
+    out = python(code, JAX_PLATFORMS="cpu")
+    assert out.returncode != 0 and "pip install ." in out.stderr
