@@ -6,11 +6,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "core/algorithm_cache.h"
 #include "core/cublaslt.h"
 
 namespace te {
@@ -189,8 +192,136 @@ bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtPr
   return status.ok();
 }
 
-// How a product is computed: the first algorithm that cuBLASLt offers. The one place to choose better.
-bool choose_algorithm(Status& status, cublasLtHandle_t handle, int64_t alignment, Plan& plan) {
+// ---- Algorithms: measured, not guessed --------------------------------------------------------------
+
+constexpr int kCandidates = 12;
+constexpr int kRepeats = 4;
+// What another algorithm must save to replace the first that cuBLASLt offers; less is noise.
+constexpr float kWorthIt = 0.98f;
+
+// TE_GEMM_TUNING=0 takes the first algorithm offered: no timing, and the same one in every run.
+bool tuning_enabled() {
+  static const bool enabled = [] {
+    const char* value = std::getenv("TE_GEMM_TUNING");
+    return !value || std::string(value) != "0";
+  }();
+  return enabled;
+}
+
+// Device memory for the time of a measurement; null where there is none left.
+class Borrowed {
+ public:
+  explicit Borrowed(int64_t bytes) {
+    if (cudaMalloc(&data_, static_cast<size_t>(bytes)) != cudaSuccess) data_ = nullptr, cudaGetLastError();
+  }
+  ~Borrowed() { cudaFree(data_); }
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+int64_t width(DType dtype) { return of_8_bits(dtype) ? 1 : dtype == DType::F32 ? 4 : 2; }
+
+// Milliseconds of one call, infinite where the algorithm fails. It writes into borrowed memory: at this stage the
+// step's own buffers may hold what the step is about to read.
+float time_of(cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
+              const cublasLtMatmulAlgo_t& algorithm, void* d, void* scratch, cudaStream_t stream) {
+  const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
+  const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : d;
+  cudaEvent_t began, ended;
+  cudaEventCreate(&began);
+  cudaEventCreate(&ended);
+  bool worked = true;
+  for (int i = 0; i <= kRepeats && worked; ++i) {
+    if (i == 1) cudaEventRecord(began, stream);
+    worked = library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, d, plan.d,
+                              &algorithm, scratch, kCublasLtScratch, stream) == CUBLAS_STATUS_SUCCESS;
+  }
+  cudaEventRecord(ended, stream);
+  worked = cudaEventSynchronize(ended) == cudaSuccess && worked;
+  float ms = 0.f;
+  if (worked) cudaEventElapsedTime(&ms, began, ended);
+  cudaEventDestroy(began);
+  cudaEventDestroy(ended);
+  return worked ? ms / kRepeats : std::numeric_limits<float>::infinity();
+}
+
+// The index of the fastest of the algorithms offered, the first unless another is clearly faster.
+int fastest(cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
+            const cublasLtMatmulHeuristicResult_t* offered, int count) {
+  const Borrowed d(p.m * p.n * width(p.d_dtype)), scratch(kCublasLtScratch), amax(sizeof(float));
+  if (!d.data() || !scratch.data() || !amax.data()) return 0;
+  if (p.amax) {
+    void* const elsewhere = amax.data();
+    library().set_product(plan.product, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, &elsewhere, sizeof(elsewhere));
+  }
+  cudaStream_t stream;
+  if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) return 0;
+  int best = 0;
+  float least = 0.f;
+  for (int i = 0; i < count; ++i) {
+    const float ms = time_of(handle, plan, p, offered[i].algo, d.data(), scratch.data(), stream);
+    if (i == 0 || ms < least * (best == 0 ? kWorthIt : 1.f)) best = i, least = ms;
+  }
+  cudaStreamDestroy(stream);
+  return best;
+}
+
+std::string text_of(const Key& key) {
+  std::string text;
+  for (size_t i = 1; i < key.size(); ++i) text += (i > 1 ? " " : "") + std::to_string(key[i]);  // less the device
+  return text;
+}
+
+// The choices of this GPU and library, from disk.
+AlgorithmCache& cache_of(int device) {
+  static auto& caches = *new std::map<int, std::unique_ptr<AlgorithmCache>>;
+  auto& cache = caches[device];
+  if (!cache) {
+    cudaDeviceProp properties = {};
+    cudaGetDeviceProperties(&properties, device);
+    std::string name = std::string("gemm-") + properties.name + "-" + std::to_string(library().version());
+    std::replace(name.begin(), name.end(), ' ', '-');
+    cache = std::make_unique<AlgorithmCache>(name);
+  }
+  return *cache;
+}
+
+// An algorithm is opaque; cuBLASLt allows its bytes to be kept for the same version.
+std::string to_hex(const cublasLtMatmulAlgo_t& algorithm) {
+  std::string text;
+  const auto* bytes = reinterpret_cast<const unsigned char*>(&algorithm);
+  for (size_t i = 0; i < sizeof(algorithm); ++i) {
+    text += "0123456789abcdef"[bytes[i] >> 4];
+    text += "0123456789abcdef"[bytes[i] & 15];
+  }
+  return text;
+}
+
+// The offered algorithm with these bytes, -1 where it is not among them.
+int index_of(const std::string& hex, const cublasLtMatmulHeuristicResult_t* offered, int count) {
+  for (int i = 0; i < count; ++i) {
+    if (to_hex(offered[i].algo) == hex) return i;
+  }
+  return -1;
+}
+
+int choose(cublasLtHandle_t handle, const Key& key, const CublasLtProduct& p, const Plan& plan,
+           const cublasLtMatmulHeuristicResult_t* offered, int count, bool may_measure) {
+  if (count == 1 || !tuning_enabled()) return 0;
+  AlgorithmCache& cache = cache_of(static_cast<int>(key[0]));
+  if (const std::string* known = cache.find(text_of(key))) {
+    if (const int index = index_of(*known, offered, count); index >= 0) return index;
+  }
+  if (!may_measure) return 0;
+  const int best = fastest(handle, plan, p, offered, count);
+  cache.add(text_of(key), to_hex(offered[best].algo));
+  return best;
+}
+
+bool choose_algorithm(Status& status, cublasLtHandle_t handle, const Key& key, const CublasLtProduct& p, Plan& plan,
+                      bool may_measure) {
   const Library& lt = library();
   cublasLtMatmulPreference_t preference = nullptr;
   if (!status.ok(lt.create_preference(&preference), "preference")) return false;
@@ -201,22 +332,23 @@ bool choose_algorithm(Status& status, cublasLtHandle_t handle, int64_t alignment
   for (const auto attribute :
        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-    prefer(attribute, static_cast<uint32_t>(alignment));
+    prefer(attribute, static_cast<uint32_t>(alignment(p)));
   }
-  cublasLtMatmulHeuristicResult_t offered = {};
+  cublasLtMatmulHeuristicResult_t offered[kCandidates] = {};
   int count = 0;
   if (status.ok()) {
     const cublasStatus_t answer =
-        lt.heuristic(handle, plan.product, plan.a, plan.b, plan.c, plan.d, preference, 1, &offered, &count);
+        lt.heuristic(handle, plan.product, plan.a, plan.b, plan.c, plan.d, preference, kCandidates, offered, &count);
     status.ok(answer, "choosing an algorithm");
     if (count == 0) status.ok(CUBLAS_STATUS_NOT_SUPPORTED, "no algorithm for this product");
   }
   lt.destroy_preference(preference);
-  plan.algorithm = offered.algo;
+  if (status.ok()) plan.algorithm = offered[choose(handle, key, p, plan, offered, count, may_measure)].algo;
   return status.ok();
 }
 
-bool make_plan(Status& status, cublasLtHandle_t handle, const CublasLtProduct& p, Plan& plan) {
+bool make_plan(Status& status, cublasLtHandle_t handle, const Key& key, const CublasLtProduct& p, Plan& plan,
+               bool may_measure) {
   const Library& lt = library();
   status.ok(lt.create_product(&plan.product, CUBLAS_COMPUTE_32F, CUDA_R_32F), "product");
   const auto layout = [&](cublasLtMatrixLayout_t* made, DType dtype, int64_t rows, int64_t cols) {
@@ -238,7 +370,7 @@ bool make_plan(Status& status, cublasLtHandle_t handle, const CublasLtProduct& p
     const int32_t type = cuda_type(p.bias_dtype);
     set(status, plan.product, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type, "bias dtype");
   }
-  return set_pointers(status, plan.product, p) && choose_algorithm(status, handle, alignment(p), plan);
+  return set_pointers(status, plan.product, p) && choose_algorithm(status, handle, key, p, plan, may_measure);
 }
 
 // The handle of the current device and the plan of a product, made at first sight.
@@ -247,7 +379,7 @@ struct Prepared {
   Plan* plan;
 };
 
-bool find_plan(Status& status, const CublasLtProduct& p, Prepared& found) {
+bool find_plan(Status& status, const CublasLtProduct& p, bool may_measure, Prepared& found) {
   static std::mutex mutex;
   static auto& handles = *new std::map<int, cublasLtHandle_t>;
   static auto& plans = *new std::map<Key, std::unique_ptr<Plan>>;
@@ -260,7 +392,7 @@ bool find_plan(Status& status, const CublasLtProduct& p, Prepared& found) {
   auto entry = plans.find(key);
   if (entry == plans.end()) {
     auto plan = std::make_unique<Plan>();
-    if (!make_plan(status, handle, p, *plan)) return false;
+    if (!make_plan(status, handle, key, p, *plan, may_measure)) return false;
     entry = plans.emplace(key, std::move(plan)).first;
   }
   found = {handle, entry->second.get()};
@@ -277,8 +409,9 @@ ffi::Error prepare(const CublasLtProduct& p) {
   if (!library().error.empty()) return ffi::Error::Internal(library().error);
   Status status(library());
   Prepared prepared;
-  return find_plan(status, p, prepared) ? ffi::Error::Success()
-                                        : ffi::Error::Internal(status.error().message() + sizes(p));
+  return find_plan(status, p, /*may_measure=*/true, prepared)
+             ? ffi::Error::Success()
+             : ffi::Error::Internal(status.error().message() + sizes(p));
 }
 
 ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream) {
@@ -286,7 +419,8 @@ ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream
   if (!lt.error.empty()) return ffi::Error::Internal(lt.error);
   Status status(lt);
   Prepared prepared;
-  if (find_plan(status, p, prepared)) {
+  // A plan that initialize could not foresee is made without measuring: a graph may be being captured.
+  if (find_plan(status, p, /*may_measure=*/false, prepared)) {
     Plan& plan = *prepared.plan;
     const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
     // Not read where beta is 0. An FP8 d has another dtype than c's layout, so it cannot stand in for c.

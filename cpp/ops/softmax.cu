@@ -74,6 +74,9 @@ struct Denominator {
 constexpr int kVectors = 4;
 template <int kGroup>
 constexpr int kBlock = kGroup < 128 ? 128 : kGroup;
+// Blocks of a multiprocessor. For 16 bits two of the longest rows at least: one loads while the other awaits its sums.
+template <typename T, int kGroup>
+constexpr int kBlocks = (sizeof(T) == 2 ? 1024 : 512) / kBlock<kGroup>;
 
 template <int kGroup>
 struct Place {
@@ -116,7 +119,7 @@ __device__ __forceinline__ void store_scores(const Softmax& a, int64_t row, int6
 }
 
 template <typename T, int kGroup>
-__global__ void __launch_bounds__(kBlock<kGroup>) softmax_rows(const Softmax a) {
+__global__ void __launch_bounds__(kBlock<kGroup>, kBlocks<T, kGroup>) softmax_rows(const Softmax a) {
   __shared__ float slots[2][16];
   const Place<kGroup> at;
   const bool live = at.row < a.shape.rows();
@@ -163,7 +166,7 @@ __global__ void __launch_bounds__(kBlock<kGroup>) softmax_rows(const Softmax a) 
 }
 
 template <typename T, int kGroup>
-__global__ void __launch_bounds__(kBlock<kGroup>) softmax_gradient_rows(const Softmax a) {
+__global__ void __launch_bounds__(kBlock<kGroup>, kBlocks<T, kGroup>) softmax_gradient_rows(const Softmax a) {
   __shared__ float slots[16];
   const Place<kGroup> at;
   const bool live = at.row < a.shape.rows();
@@ -185,6 +188,12 @@ __global__ void __launch_bounds__(kBlock<kGroup>) softmax_gradient_rows(const So
   }
   const float dot = reduce_group<kGroup>(sum, Sum(), slots);
   if (!live) return;
+  // Widened values would need twice the registers across the sum: the compiler must not know what it widened.
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4 * Vec8<T>::kQuads; ++i) asm("" : "+r"(dy[k].words[i]), "+r"(y[k].words[i]));
+  }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int n = scores_left(at.column(k), end);

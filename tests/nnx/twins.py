@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import steps
 from flax import nnx, traverse_util
 
@@ -23,7 +22,8 @@ def make(cls, *sizes, **fields):
 
 def twins(linen, model: nnx.Module, *args):
     """Variables of the Linen module, with noise on all parameters and FP8 states of a few steps, given to both."""
-    variables = steps.randomized(steps.init(linen, *args, rec=steps.DELAYED))
+    variables = steps.init(linen, *args, rec=steps.DELAYED)
+    variables = steps.randomized(variables) if variables else variables
     if te_flax.STATE_COLLECTION in variables:
         with steps.autocast(steps.DELAYED):
             variables = steps.settle(linen.apply, variables, *args, steps=2)
@@ -65,7 +65,3 @@ def states(model) -> dict[str, QuantizerState]:
         for path, variable in nnx.iter_graph(model)
         if isinstance(variable, te_nnx.Fp8State)
     }
-
-
-def same_structure(a, b) -> bool:
-    return jax.tree.structure(a) == jax.tree.structure(b)

@@ -52,7 +52,7 @@ def attention(options: Attention, seen, query, key, value, dy, bias=None, offset
     dweights = np.einsum("bqhd,bkhd->bhqk", dy, wide_v)
     mean = (dweights * weights).sum(-1, keepdims=True)
     dlogits = weights * (dweights - mean)
-    per_group = lambda x: x.reshape(*x.shape[:2], groups, heads // groups, -1).sum(3)  # noqa: E731
+    per_group = lambda x: x.reshape(*x.shape[:2], groups, heads // groups, -1).sum(3)
     grads = [
         np.einsum("bhqk,bkhd->bqhd", dlogits, wide_k) * options.scale,
         per_group(np.einsum("bhqk,bqhd->bkhd", dlogits, query)) * options.scale,

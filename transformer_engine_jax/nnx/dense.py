@@ -58,9 +58,7 @@ class _Dense(Fp8Module):
         name = type(self).__name__
         inputs, features = _sizes(name, "in_features", self.in_features), _sizes(name, "features", self.features)
         if len(canonical_tuple(self.axis)) != len(inputs):
-            raise ValueError(
-                f"{name}.in_features: expected a size for each axis of {self.axis}, got {self.in_features}"
-            )
+            raise ValueError(f"{name}.in_features: expected one for each axis of {self.axis}, got {self.in_features}")
         init = kernel_init or flat_kernel_init(default_kernel_init, len(inputs))
         dtype = self.param_dtype or self.dtype
         self.make_param("kernel", init, self.kernel_axes, inputs + features, dtype, rngs)

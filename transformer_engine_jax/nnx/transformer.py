@@ -81,7 +81,8 @@ class TransformerLayer(Fp8Module):
         one_of(self, "layer_type", (TransformerLayerType.ENCODER,), " (the decoder is not available yet)")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"TransformerLayer: hidden_size={self.hidden_size} does not divide into {self.num_attention_heads} heads"
+                f"TransformerLayer.hidden_size: expected a multiple of num_attention_heads={self.num_attention_heads}, "
+                f"got {self.hidden_size}"
             )
         self.attention = self._make_attention(mha_kernel_init, bias_init, not output_layernorm, rngs)
         self.mlp = self._make_mlp(mlp_kernel_init, bias_init, rngs)

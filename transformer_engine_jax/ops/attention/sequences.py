@@ -21,7 +21,7 @@ class SequenceDescriptor:
     Every field is a pair, of the queries and of the keys, or None. A pytree: pass it through jit, vmap and scan.
 
     seqlens: i32[B] or [B, N] tokens of each sequence; below 1 where there is none.
-    seq_offsets: i32[B, N + 1] where each sequence starts, in order; -1 where there is none. None: one after another.
+    seq_offsets: i32[B, N + 1] the token where each sequence starts; -1 where there is none. None: one after another.
     segment_ids: i32[B, S] the same number, not 0, for the tokens of one sequence; 0 is padding.
     segment_pos: i32[B, S] positions of tokens in their sequence. None: counted from where the segment id changes.
     """
@@ -49,7 +49,7 @@ class SequenceDescriptor:
 
         Args:
           seqlens: i32[B, N], -1 or 0 where there is none; or a pair of them, of queries and of keys.
-          seq_offsets: i32[B, N + 1] the token each starts at, in order, -1 where there is none; or a pair of them.
+          seq_offsets: i32[B, N + 1] the token each starts at, -1 where there is none; or a pair of them.
 
         Raises:
           ValueError: another rank or dtype, or numbers of sequences that differ.
@@ -144,15 +144,15 @@ def starts_and_lengths(seqlens: jax.Array, offsets: jax.Array | None) -> tuple[j
 
 def _from_lengths(seqlens, offsets, size: int) -> tuple[Places, jax.Array]:
     """Places, and the length of each token's sequence."""
-    starts, lengths = starts_and_lengths(seqlens, offsets)
-    starts = jnp.where(lengths > 0, starts, size)  # sorted, for the search: what is not there starts after all tokens
-    starts = jax.lax.cummin(starts, axis=1, reverse=True)
-    token = jnp.arange(size, dtype=jnp.int32)
-    index = jax.vmap(lambda s: jnp.searchsorted(s, token, side="right"))(starts).astype(jnp.int32) - 1
-    start, length = (jnp.take_along_axis(x, jnp.maximum(index, 0), axis=1) for x in (starts, lengths))
-    position = token - start
-    inside = (index >= 0) & (position < length)
-    return Places(jnp.where(inside, position, 0), jnp.where(inside, index + 1, 0)), length
+    starts, lengths = (x[:, None, :] for x in starts_and_lengths(seqlens, offsets))
+    token = jnp.arange(size, dtype=jnp.int32)[:, None]
+    inside = (token >= starts) & (token < starts + lengths)  # [B, S, N], of which XLA keeps only the sums below
+
+    def of_own(x):
+        return jnp.sum(jnp.where(inside, x, 0), axis=-1, dtype=jnp.int32)
+
+    number = jnp.arange(1, lengths.shape[-1] + 1, dtype=jnp.int32)
+    return Places(of_own(token - starts), of_own(number)), of_own(lengths)
 
 
 def _from_ids(ids, positions) -> Places:
@@ -165,13 +165,7 @@ def _from_ids(ids, positions) -> Places:
 
 def _sizes(ids) -> jax.Array:
     """i32[B, S]: how many tokens of the row have this token's id."""
-
-    def of_row(row):
-        ordered = jnp.sort(row)
-        ends = [jnp.searchsorted(ordered, row, side=side) for side in ("left", "right")]
-        return (ends[1] - ends[0]).astype(jnp.int32)
-
-    return jax.vmap(of_row)(ids)
+    return jnp.sum(ids[:, :, None] == ids[:, None, :], axis=-1, dtype=jnp.int32)  # XLA keeps only the sums
 
 
 def visible(options: Attention, queries: Places, keys: Places, mask: jax.Array | None) -> jax.Array | None:
