@@ -72,9 +72,10 @@ class Case(NamedTuple):
     reference: Callable  # numpy operands -> an array a result; an FP8 result as it is before the cast
     scale: int | None = None  # which operand is the scale
     exact: bool = False  # bytes and amax equal the reference's
+    unread: int = 0  # bytes of operands that need not be read
 
     def bytes(self) -> int:
-        return sum(int(np.prod(a[0])) * np.dtype(a[1]).itemsize for a in [*self.operands, *self.call.results] if a)
+        return -self.unread + sum(int(np.prod(a[0])) * np.dtype(a[1]).itemsize for a in [*self.operands, *self.call.results] if a)
 
 
 # --- Cases -------------------------------------------------------------------------------------------------------
@@ -213,6 +214,61 @@ def activation_bwd(rows, cols, name="gelu", dtype=BF16, out=E5M2, dz_t=True, dbi
     return Case(f"{name}_bwd {dtype} {out}{what}", call, operands, reference, scale=2 if fp8 else None)
 
 
+def softmax_fwd(heads, queries, keys, dtype=BF16, causal=False, mask=False, offset=False) -> Case:
+    def reference(x, hidden, extra):
+        v = 0.25 * x.astype(np.float64)
+        seen = np.ones((queries, keys), bool) if hidden is None else ~hidden
+        seen &= np.tri(queries, keys, dtype=bool) if causal else True
+        bound = np.full((heads, 1, 1), -1e30) if extra is None else extra.astype(np.float64)[:, None, None]
+        top = np.maximum(np.max(v, -1, keepdims=True, initial=-np.inf, where=seen), bound)
+        terms, rest = np.exp(np.where(seen, v - top, -np.inf)), np.exp(bound - top) * (extra is not None)
+        total = terms.sum(-1, keepdims=True) + rest
+        total = np.where(total == 0, 1.0, total)
+        return terms / total, (rest / total)[..., 0]
+
+    operands = [((heads, queries, keys), dtype), mask and ((queries, keys), np.dtype(bool)), offset and ((heads,), F32)]
+    call = Call("te_softmax_fwd", [operands[0], offset and ((heads, queries), F32)],
+                {"scale_factor": np.float32(0.25), "causal": causal})  # fmt: skip
+    what = "".join(f" {n}" for n, on in (("causal", causal), ("mask", mask), ("offset", offset)) if on)
+    unread = unseen(heads, queries, keys) * dtype.itemsize if causal else 0
+    return Case(f"softmax_fwd {dtype}{what}", call, operands, reference, unread=unread)
+
+
+def softmax_bwd(heads, queries, keys, dtype=BF16, causal=False, dot=False) -> Case:
+    def reference(dy, y):
+        dy, y = dy.astype(np.float64), y.astype(np.float64) * (np.tri(queries, keys) if causal else 1.0)
+        along = (dy * y).sum(-1)
+        return 0.25 * y * (dy - along[..., None]), along
+
+    scores = ((heads, queries, keys), dtype)
+    call = Call("te_softmax_bwd", [scores, dot and ((heads, queries), F32)],
+                {"scale_factor": np.float32(0.25), "causal": causal})  # fmt: skip
+    name = f"softmax_bwd {dtype}{' causal' if causal else ''}{' dot' if dot else ''}"
+    unread = 2 * unseen(heads, queries, keys) * dtype.itemsize if causal else 0
+    return Case(name, call, [scores, scores], reference, unread=unread)
+
+
+def unseen(heads: int, queries: int, keys: int) -> int:
+    """Scores that causality hides."""
+    return heads * int(np.clip(keys - 1 - np.arange(queries), 0, None).sum())
+
+
+def rope(tokens, heads, features, pairs, group, dtype=BF16, inverse=False) -> Case:
+    def reference(x, frequencies, positions):
+        angles = positions.astype(np.float64)[:, None] * frequencies
+        turn = np.exp(1j * (-angles if inverse else angles))[:, None]
+        alternate = slice(pairs), slice(pairs, 2 * pairs)
+        near, far = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if group == "consecutive" else alternate
+        y = x.astype(np.float64)
+        z = (y[..., near] + 1j * y[..., far]) * turn
+        y[..., near], y[..., far] = z.real, z.imag
+        return [y]
+
+    operands = [((tokens, heads, features), dtype), ((pairs,), F32), ((tokens,), np.dtype(np.int32))]
+    call = Call("te_rope_rotate", [operands[0]], {"group": group, "inverse": inverse})
+    return Case(f"rope {group} {dtype} {heads}x{features}", call, operands, reference)
+
+
 def checked_cases():
     for rows, cols in SIZES:
         yield quantize(rows, cols)
@@ -228,6 +284,16 @@ def checked_cases():
         yield activation_fwd(rows, cols, "silu_linear")
         yield activation_bwd(rows, cols)
         yield activation_bwd(rows, cols, "silu_linear")
+        yield softmax_fwd(2, rows, cols, mask=True, offset=True)
+        yield softmax_bwd(2, rows, cols, causal=True)
+    for dtype in (F32, F16, BF16):
+        for keys in (200, 250, 1024, 4096, 8200, 20000):
+            yield softmax_fwd(2, 150, keys, dtype)
+            yield softmax_fwd(2, 150, keys, dtype, causal=True, mask=True, offset=True)
+            yield softmax_bwd(2, 150, keys, dtype, dot=True)
+        for group in ("consecutive", "alternate"):
+            for tokens, heads, features, pairs in ((1000, 32, 128, 64), (3, 5, 128, 64), (77, 9, 96, 16), (50, 3, 7, 3)):
+                yield rope(tokens, heads, features, pairs, group, dtype, inverse=tokens < 100)
     rows, cols = 200, 264
     for dtype in (F32, F16, BF16):
         for out in (E4M3, E5M2):
@@ -269,6 +335,14 @@ def timed_cases():
             yield activation_fwd(rows, cols, name)
             yield activation_bwd(rows, cols, name)
         yield activation_bwd(rows, cols, "silu_linear", dbias=False)
+    for keys in (512, 2048, 8192, 16384):
+        for causal in (False, True):
+            yield softmax_fwd(2**28 // keys**2, keys, keys, causal=causal)
+            yield softmax_bwd(2**28 // keys**2, keys, keys, causal=causal)
+    yield softmax_fwd(64, 2048, 2048, mask=True)
+    for group in ("consecutive", "alternate"):
+        for heads in (32, 8, 1):
+            yield rope(2**19 // heads, heads, 128, 64, group)
 
 
 # --- Checking ----------------------------------------------------------------------------------------------------
@@ -283,6 +357,8 @@ def random_operands(case: Case, rng: np.random.Generator) -> list:
         shape, dtype = operand
         if not shape:
             return np.float32(23.7 if case.exact else 2.0)
+        if dtype.kind in "bi":
+            return rng.random(shape) < 0.3 if dtype.kind == "b" else rng.integers(0, 100_000, shape, dtype)
         x = rng.standard_normal(shape, np.float32)
         if "bwd" in case.call.target and len(shape) == 1 and i > 2:
             x = 0.5 + np.abs(x)  # rstd, and mean as well
@@ -383,6 +459,8 @@ def time_case(case: Case) -> float:
         shape, dtype = operand
         if not shape:
             return jnp.float32(16.0)
+        if dtype.kind in "bi":
+            return jax.random.randint(jax.random.key(i), shape, 0, 10_000) if dtype.kind == "i" else jnp.zeros(shape, bool)
         normal = jax.random.normal(jax.random.key(i), shape, BF16 if dtype in FP8_MAX else dtype)
         return (jnp.abs(normal) + 0.5 if len(shape) == 1 and i > 2 else normal).astype(dtype)
 

@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
@@ -64,7 +65,7 @@ def test_overview_example_of_the_original():
     # d mean(x W + b) / d b is 1 / HIDDEN for every feature.
     assert jnp.allclose(param_grads["bias"], 1 / HIDDEN)
     state = other_grads["_overwrite_with_gradient"]
-    assert state["gemm_x"].scale == 448 / jnp.abs(inp).max()
+    assert state["gemm_x"].scale == np.float32(448) / np.abs(inp).max()
     assert state["gemm_grad"].scale == 57344.0 * inp.size  # the gradient is 1 / (BATCH * SEQLEN * HIDDEN) everywhere
 
     # The example drops the new state, so its gradients of 2e-7 never get a scale. One step that keeps it:

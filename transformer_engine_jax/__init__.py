@@ -13,6 +13,7 @@ from transformer_engine_jax.ops.layernorm import layernorm, rmsnorm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.quantize import dequantize, quantize
+from transformer_engine_jax.ops.softmax import softmax
 from transformer_engine_jax.support import is_fp8_available
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "quantize",
     "recipe",
     "rmsnorm",
+    "softmax",
     "update_collections",
 ]
 

@@ -483,17 +483,22 @@ def _is_array(x) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def align(*args):
-    """Makes arrays vary over the same manual mesh axes, so that AD sums the cotangents of replicated ones."""
-    varying = frozenset().union(*[jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args)])
-    if not varying:
-        return args
+def align(*args: jax.Array) -> tuple[jax.Array, ...]:
+    """Makes arrays vary over the same manual mesh axes, so that AD sums the cotangents of replicated ones.
 
-    def vary(x):
-        missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
+    Constants among arrays on explicit mesh axes are put on that mesh, where their cotangents will be.
+    """
+    types = [jax.typeof(x) for x in args]
+    meshes = [t.sharding.mesh for t in types if t.sharding.mesh.explicit_axes]
+    varying = frozenset().union(*[t.manual_axis_type.varying for t in types])
+
+    def aligned(x, t):
+        if meshes and t.sharding.mesh.empty:
+            x = jax.sharding.reshard(x, NamedSharding(meshes[0], PartitionSpec(*[None] * t.ndim)))
+        missing = tuple(sorted(varying - t.manual_axis_type.varying))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(vary, args)
+    return tuple(aligned(x, t) for x, t in zip(args, types))
 
 
 @jax.tree_util.register_static
@@ -503,7 +508,7 @@ class _Shardings(tuple):
 
 def _resharded(cotangent, sharding):
     """The cotangent as its argument is sharded: a kernel's gradient under FSDP comes out whole. Explicit axes only."""
-    if cotangent is None or sharding is None or jax.typeof(cotangent).sharding == sharding:
+    if cotangent is None or sharding is None or sharding.mesh.empty or jax.typeof(cotangent).sharding == sharding:
         return cotangent
     return jax.sharding.reshard(cotangent, sharding)
 

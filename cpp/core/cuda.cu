@@ -1,6 +1,7 @@
-#include "core/cuda.h"
-
 #include <cuda_runtime_api.h>
+
+#include "core/cublaslt.h"
+#include "core/cuda.h"
 
 namespace te {
 namespace {
@@ -19,7 +20,7 @@ std::string cuda_versions() {
   }
   int driver = 0;
   const bool known = cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0;
-  return text + (known ? "; driver supports CUDA " + dotted(driver) : "; no driver found");
+  return text + (known ? "; driver supports CUDA " + dotted(driver) : "; no driver found") + "; " + cublaslt_version();
 }
 
 }  // namespace te

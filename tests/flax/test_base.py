@@ -184,7 +184,7 @@ def test_scan_and_remat_over_layers_are_the_loop():
     shapes = jax.eval_shape(lambda: stacked)
     with steps.autocast(DELAYED):
         for how in ("scan", "scan with remat"):
-            made = nn.unbox(jax.eval_shape(lambda: Stack(how).init(jax.random.key(0), X)))  # noqa: B023
+            made = nn.unbox(jax.eval_shape(lambda: Stack(how).init(jax.random.key(0), X)))
             assert jax.tree.map(lambda a: (a.shape, a.dtype), made) == jax.tree.map(
                 lambda a: (a.shape, a.dtype), shapes
             )

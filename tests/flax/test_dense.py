@@ -153,7 +153,7 @@ def test_dense_in_fp8_is_the_emulated_one(rec):
             variables = steps.settle(module.apply, variables, X4)
         y, (grads, dx) = steps.step(module.apply, variables, X4)
     roundings = gemm_roundings(variables) if rec.stateful else emulated.roundings(rec)
-    plain = lambda v, x: emulated.dense(x, v["params"]["kernel"], v["params"]["bias"], k_axes=2, roundings=roundings)  # noqa: E731
+    plain = lambda v, x: emulated.dense(x, v["params"]["kernel"], v["params"]["bias"], k_axes=2, roundings=roundings)
     y_, (grads_, dx_) = steps.step(plain, variables, X4)
     testing.assert_close((y, dx, grads["params"]), (y_, dx_, grads_["params"]), F32)
 
@@ -248,7 +248,7 @@ def test_sharded_is_unsharded(resource, explicit):
         testing.assert_close(got, expected, FLIP if rec else F32)
         if rec:
             got, expected = (g[1][0][STATE_COLLECTION] for g in (got, expected))
-            inputs = lambda s: (s["column"]["gemm_x"], s["column"]["gemm_kernel"], s["row"]["gemm_kernel"], s["row"]["gemm_grad"])  # noqa: E731, E501  # fmt: skip
+            inputs = lambda s: (s["column"]["gemm_x"], s["column"]["gemm_kernel"], s["row"]["gemm_kernel"], s["row"]["gemm_grad"])  # noqa: E501  # fmt: skip
             testing.assert_same_bytes(inputs(got), inputs(expected))
 
 

@@ -61,6 +61,7 @@ CASES = {
         (X,),
     ),
     "attention": ("DotProductAttention", (D, H), dict(num_gqa_groups=2), {}, (Q, KEY, VALUE)),
+    "attention, learnable": ("DotProductAttention", (D, H), dict(softmax_type="learnable"), {}, (Q, Q, Q)),
     "mha": ("MultiHeadAttention", (K, D, H), dict(use_bias=True, return_layernorm_output=True), {}, (X,)),
     "mha unfused, rope": (
         "MultiHeadAttention",
@@ -114,9 +115,9 @@ def pair(name):
 
 
 # Modules without products know no recipe; the others are told to leave them to their own precision in a few cases.
-OFF = ("layernorm", "rmsnorm", "attention", "dense", "mlp by stages", "layer")
+OFF = ("layernorm", "rmsnorm", "attention", "attention, learnable", "dense", "mlp by stages", "layer")
 RUNS = [(name, None) for name in OFF] + [
-    (name, rec) for name in CASES if name not in OFF[:3] for rec in (DELAYED, CURRENT)
+    (name, rec) for name in CASES if name not in OFF[:4] for rec in (DELAYED, CURRENT)
 ]
 
 

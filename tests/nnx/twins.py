@@ -58,10 +58,12 @@ def call(model, *args):
     return model(*args)
 
 
-def states(model) -> dict[str, QuantizerState]:
+def states(model: nnx.Module) -> dict[str, QuantizerState]:
     """All FP8 states of a model, by their path."""
-    return {
-        "/".join(map(str, path)): variable.get_value()
-        for path, variable in nnx.iter_graph(model)
-        if isinstance(variable, te_nnx.Fp8State)
-    }
+    return states_of(nnx.state(model))
+
+
+def states_of(state) -> dict[str, QuantizerState]:
+    """All FP8 states of the state or the gradient of a model, by their path."""
+    found = nnx.to_flat_state(nnx.state(state, te_nnx.Fp8State))
+    return {"/".join(map(str, path)): variable.get_value() for path, variable in found}

@@ -139,7 +139,7 @@ def test_reference_kernels_give_the_same():
     with testing.reference_kernels():
         expected = step(x, kernel, bias, dy, emulated.states(), k_axes=k_axes, rec=DELAYED)
     testing.assert_close(got[:2], expected[:2], F32)
-    testing.assert_same_bytes(got[2], expected[2])
+    testing.assert_close(got[2], expected[2], 2.0**-20)  # XLA divides less exactly than the handlers
 
 
 # --- FP8 against the exact product -----------------------------------------------------------------------------------

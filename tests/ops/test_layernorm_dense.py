@@ -43,7 +43,7 @@ def plain(x, gamma, beta, kernel, bias, roundings=None, options=NORM):
 @partial(jax.jit, static_argnames=("op", "rec", "options"))
 def step(op, arrays, dy, states, rec, options=NORM):
     """The output, the gradients of the arrays, and the next states."""
-    f = lambda arrays, states: op(*arrays, quantizers=emulated.quantizers(states, rec), options=options)  # noqa: E731
+    f = lambda arrays, states: op(*arrays, quantizers=emulated.quantizers(states, rec), options=options)
     y, vjp = jax.vjp(f, arrays, states)
     return y, *vjp(dy)
 

@@ -78,7 +78,7 @@ def roundings(rec):
 @partial(jax.jit, static_argnames=("op", "case", "rec"))
 def step(op, case, arrays, dy, states, rec):
     """The output, the gradients of the arrays, and the next states."""
-    f = lambda arrays, states: op(*arrays, case=case, quantizers=tuple(emulated.quantizers(s, rec) for s in states))  # noqa: E731
+    f = lambda arrays, states: op(*arrays, case=case, quantizers=tuple(emulated.quantizers(s, rec) for s in states))
     y, vjp = jax.vjp(f, arrays, states)
     return y, *vjp(dy)
 
@@ -183,12 +183,21 @@ def test_the_compiled_step_holds_as_many_casts():
 def test_activations_without_a_kernel_run_stage_by_stage():
     x, gamma, _, (k1, k2), _ = inputs("rmsnorm swiglu")[0]
     activations = ("gelu", "silu")
-    run = partial(layernorm_mlp, x, gamma, None, (k1, k2), activations=activations)
-    expected = emulated.mlp(emulated.norm(x, gamma), (k1, k2), activations=activations)
-    testing.assert_close(run(), expected, F32)
-    quantizers = tuple(emulated.quantizers(s, DELAYED) for s in states())
-    rounded = emulated.mlp(emulated.norm(x, gamma), (k1, k2), activations=activations, roundings=roundings(DELAYED))
-    testing.assert_close(run(quantizers=quantizers), rounded, FLIP)
+
+    @jax.jit
+    def run():
+        quantizers = tuple(emulated.quantizers(s, DELAYED) for s in states())
+        op = partial(layernorm_mlp, x, gamma, None, (k1, k2), activations=activations)
+        return op(), op(quantizers=quantizers)
+
+    @jax.jit
+    def plain():
+        op = partial(emulated.mlp, emulated.norm(x, gamma), (k1, k2), activations=activations)
+        return op(), op(roundings=roundings(DELAYED))
+
+    (exact, rounded), (exact_, rounded_) = run(), plain()
+    testing.assert_close(exact, exact_, F32)
+    testing.assert_close(rounded, rounded_, FLIP)
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
@@ -205,7 +214,7 @@ def test_sharded_is_unsharded(name, explicit):
         got = jax.device_get(step(fused, case, local, dy, states(), rec))
     testing.assert_close(got[:2], expected[:2], FLIP)
     # Amaxes of what no product comes before are bit-equal; those of a and dz come after a sum.
-    of_inputs = lambda states: (states[0].x, states[0].kernel, states[1].kernel, states[1].grad)  # noqa: E731
+    of_inputs = lambda states: (states[0].x, states[0].kernel, states[1].kernel, states[1].grad)
     testing.assert_same_bytes(of_inputs(got[2]), of_inputs(expected[2]))
     testing.assert_close(got[2], expected[2], F32)
 

@@ -6,6 +6,7 @@ from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGenera
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention
 from transformer_engine_jax.flax.layernorm import LayerNorm, RMSNorm
 from transformer_engine_jax.flax.mlp import LayerNormMLP
+from transformer_engine_jax.flax.softmax import Softmax, SoftmaxFusionType
 from transformer_engine_jax.flax.transformer import TransformerLayer, TransformerLayerType
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.sharding import extend_logical_axis_rules
@@ -21,6 +22,8 @@ __all__ = [
     "RMSNorm",
     "RelativePositionBiases",
     "SequenceDescriptor",
+    "Softmax",
+    "SoftmaxFusionType",
     "TransformerLayer",
     "TransformerLayerType",
     "extend_logical_axis_rules",

@@ -26,7 +26,8 @@ from transformer_engine_jax.ops.rope import rope, rope_frequencies
 class DotProductAttention(Fp8Module):
     """Attention of queries over keys and values, by head; heads / groups > 1 is GQA.
 
-    Fields and arguments are those of the Linen module; rngs is needed for attention_dropout only.
+    Fields, arguments and the param `softmax_offset` of softmax_type="learnable" are those of the Linen module; rngs is
+    needed for attention_dropout only.
     """
 
     head_dim: int
@@ -54,6 +55,10 @@ class DotProductAttention(Fp8Module):
     def __post_init__(self, rngs):
         self.freeze_fields()
         self.dropout = make_dropout(self.attention_dropout, (), self.dropout_rng_name, rngs)
+        self.softmax_offset = nnx.data(None)
+        if self.softmax_type == "learnable":  # starts at zero, so any stream does
+            shape, zeros = (self.num_attention_heads,), nn.initializers.zeros
+            self.make_param("softmax_offset", zeros, ("heads",), shape, jnp.float32, rngs or nnx.Rngs(0))
 
     def __call__(
         self,
@@ -66,16 +71,27 @@ class DotProductAttention(Fp8Module):
         deterministic: bool | None = None,
         mask=None,
     ):
-        """query [B, S, H, D] (or packed as qkv_layout says), key, value [B, S, G, D] -> [B, S, H, D].
+        """query [B, S, H, D] (or packed as qkv_layout says), key [B, S, G, D], value [B, S, G, Dv] -> [B, S, H, Dv].
 
-        mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out. bias: likewise.
+        sequence_descriptor: the sequences of rows that are padded or packed. mask: bool, broadcastable to
+        [B, H, Sq, Sk], True is masked out. bias: likewise. deterministic: switches dropout off; None is what
+        model.train() and model.eval() said.
         """
-        # There are no parameters: the Linen module is a pure function, and says what its options mean.
+        # Without state, the Linen module is a pure function, and says what the options mean.
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         attend = linen.DotProductAttention(**fields, parent=None)
         keys = {self.dropout_rng_name: self.dropout.rngs()} if dropping(self.dropout, deterministic) else {}
+        params = {} if self.softmax_offset is None else {"softmax_offset": array(self.softmax_offset)}
         return attend.apply(
-            {}, query, key, value, sequence_descriptor, bias, deterministic=not keys, mask=mask, rngs=keys
+            {"params": params},
+            query,
+            key,
+            value,
+            sequence_descriptor,
+            bias,
+            deterministic=not keys,
+            mask=mask,
+            rngs=keys,
         )
 
 

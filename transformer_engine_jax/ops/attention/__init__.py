@@ -1,7 +1,7 @@
 """dot_product_attention: one reference in plain JAX that defines it, and cuDNN's flash attention where it can.
 
 options: what is known at trace time. sequences: which tokens belong together. reference: the definition, in blocks
-where sequences are long. backends: who can compute a case, and cuDNN's call.
+where sequences are long. backends: who can compute a case. cudnn: its call.
 """
 
 from transformer_engine_jax.ops.attention.backends import attention_backend

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.ops.attention.backends import attention_backend, cudnn_attention, warn_of_fallback
+from transformer_engine_jax.ops.attention.backends import attention_backend, warn_of_fallback
+from transformer_engine_jax.ops.attention.cudnn import cudnn_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places

@@ -59,9 +59,9 @@ def attention_reference(
 ) -> jax.Array:
     """[B, Q, H, Dv] in query's dtype; arguments as in `dot_product_attention`, with places for sequences."""
     batch, q_len, heads, _ = query.shape
-    varies = lambda x: x is not None and x.shape[2] > 1  # noqa: E731
-    of_rows = lambda x: x if varies(x) else None  # noqa: E731
-    of_all = lambda x: None if varies(x) else x  # noqa: E731
+    varies = lambda x: x is not None and x.shape[2] > 1
+    of_rows = lambda x: x if varies(x) else None
+    of_all = lambda x: None if varies(x) else x
     index = jnp.arange(q_len, dtype=jnp.int32)
     rows = Rows(query, index, queries.position, queries.segment, of_rows(mask), of_rows(bias))
     shared = Shared(key, value, keys, of_all(mask), of_all(bias), softmax_offset, dropout_key)
@@ -139,5 +139,5 @@ def _softmax(scores, seen, offset) -> jax.Array:
 def _kept(key, rate: float, index, shape) -> jax.Array:
     """bool[B, H, Q, K], each row of queries from a key of its own, so that blocks draw what the whole would."""
     batch, heads, _, k_len = shape
-    of_row = lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), rate, (batch, heads, k_len))  # noqa: E731
+    of_row = lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), rate, (batch, heads, k_len))
     return jnp.moveaxis(jax.vmap(of_row)(index), 0, 2)

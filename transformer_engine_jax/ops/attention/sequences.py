@@ -122,7 +122,7 @@ def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options
     """Places of the queries and of the keys."""
     found = []
     for side, size in enumerate((q_len, k_len)):
-        of_side = lambda pair, side=side: None if pair is None else pair[side]  # noqa: E731
+        of_side = lambda pair, side=side: None if pair is None else pair[side]
         if sequences is None:
             place, length = Places(jnp.arange(size, dtype=jnp.int32)[None]), size
         elif sequences.segment_ids is not None:
@@ -146,7 +146,7 @@ def _from_lengths(seqlens, offsets, size: int) -> tuple[Places, jax.Array]:
     """Places, and the length of each token's sequence."""
     starts, lengths = (x[:, None, :] for x in starts_and_lengths(seqlens, offsets))
     token = jnp.arange(size, dtype=jnp.int32)[:, None]
-    inside = (token >= starts) & (token < starts + lengths)  # [B, S, N], of which XLA keeps only the sums below
+    inside = (token >= starts) & (token < starts + lengths)  # [B, S, N]
 
     def of_own(x):
         return jnp.sum(jnp.where(inside, x, 0), axis=-1, dtype=jnp.int32)
@@ -155,17 +155,26 @@ def _from_lengths(seqlens, offsets, size: int) -> tuple[Places, jax.Array]:
     return Places(of_own(token - starts), of_own(number)), of_own(lengths)
 
 
+def _run_starts(x) -> jax.Array:
+    """i32[B, S]: the index at which the run of equal numbers began that each entry is in."""
+    changed = jnp.concatenate([jnp.ones_like(x[:, :1], bool), x[:, 1:] != x[:, :-1]], axis=1)
+    return jax.lax.cummax(jnp.where(changed, jnp.arange(x.shape[1], dtype=jnp.int32), 0), axis=1)
+
+
 def _from_ids(ids, positions) -> Places:
     if positions is None:
-        token = jnp.arange(ids.shape[1], dtype=jnp.int32)
-        changed = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
-        positions = token - jax.lax.cummax(jnp.where(changed, token, 0), axis=1)
+        positions = jnp.arange(ids.shape[1], dtype=jnp.int32) - _run_starts(ids)
     return Places(positions, ids)
 
 
 def _sizes(ids) -> jax.Array:
-    """i32[B, S]: how many tokens of the row have this token's id."""
-    return jnp.sum(ids[:, :, None] == ids[:, None, :], axis=-1, dtype=jnp.int32)  # XLA keeps only the sums
+    """i32[B, S]: how many tokens of the row have this token's id, wherever they are."""
+    # Sorted, they are runs; comparing all with all would take memory that grows with the square of the length.
+    token = jnp.zeros_like(ids) + jnp.arange(ids.shape[1], dtype=jnp.int32)
+    ordered, origin = jax.lax.sort((ids, token), dimension=1, num_keys=1)
+    ends = ids.shape[1] - jnp.flip(_run_starts(jnp.flip(ordered, 1)), 1)
+    _, sizes = jax.lax.sort((origin, ends - _run_starts(ordered)), dimension=1, num_keys=1)
+    return sizes
 
 
 def visible(options: Attention, queries: Places, keys: Places, mask: jax.Array | None) -> jax.Array | None:

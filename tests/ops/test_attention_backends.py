@@ -1,0 +1,236 @@
+"""Which backend is chosen and why; what cuDNN is told, shown by a stand-in; and cuDNN itself where there is a GPU."""
+
+import warnings
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_attention
+import pytest
+from emulated import BF16, F32
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import PartitionSpec as P
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.ops.attention import (
+    Attention,
+    SequenceDescriptor,
+    attention_backend,
+    backends,
+    dot_product_attention,
+)
+from transformer_engine_jax.ops.attention.cudnn import _as_query, cudnn_attention
+from transformer_engine_jax.ops.attention.sequences import places
+
+B, Q, K, H, G, D, DV = 3, 32, 24, 4, 2, 24, 16
+QUERY, KEY, VALUE, DY = emulated.normal(2, (B, Q, H, D), (B, K, G, D), (B, K, G, DV), (B, Q, H, DV))
+BIAS, = emulated.normal(3, (1, H, Q, K))  # fmt: skip
+MASK = np.random.default_rng(0).random((B, 1, Q, K)) < 0.3
+MASK[0, :, 3] = True  # a query that sees nothing
+
+Q_LENGTHS, K_LENGTHS = np.array([Q, 1, 20]), np.array([10, K, 0])
+PADDED = SequenceDescriptor.from_seqlens((Q_LENGTHS, K_LENGTHS))
+PADDED_ROWS = [[(0, q, 0, k)] for q, k in zip(Q_LENGTHS, K_LENGTHS)]
+# (first query, queries, first key, keys); a sequence without keys, one without queries, gaps.
+PACKED_ROWS = [[(0, Q, 0, K)], [(0, 5, 0, 6), (5, 7, 8, 0), (12, 0, 8, 4), (14, 9, 12, 12)], [(3, 20, 2, 9)]]
+
+
+def packed() -> SequenceDescriptor:
+    n = np.full((2, B, 4), -1)
+    starts = np.full((2, B, 5), -1)
+    for row, sequences in enumerate(PACKED_ROWS):
+        for i, (q0, q_size, k0, k_size) in enumerate(sequences):
+            n[:, row, i], starts[:, row, i] = (q_size, k_size), (q0, k0)
+    return SequenceDescriptor.from_seqlens_and_offsets(tuple(n), tuple(starts))
+
+
+# form of visibility, options, descriptor, rows, mask, bias
+CASES = {
+    "all": ("plain", dict(), None, None, None, None),
+    "causal": ("plain", dict(causal=True), None, None, None, None),
+    "causal, bias": ("plain", dict(causal=True), None, None, None, BIAS),
+    "bias before scale": ("plain", dict(bias_before_scale=True), None, None, None, BIAS[:, :, :1]),
+    "window": ("plain", dict(causal=True, window=(9, 0)), None, None, None, None),
+    "window of few": ("mask", dict(causal=True, window=(2, 0)), None, None, None, None),
+    "window both ways": ("mask", dict(window=(9, 3)), None, None, None, None),
+    "bottom right": ("mask", dict(causal=True, bottom_right=True), None, None, None, None),
+    "mask": ("mask", dict(), None, None, MASK, None),
+    "causal mask, bias": ("mask", dict(causal=True), None, None, MASK, BIAS),
+    "lengths": ("lengths", dict(), PADDED, PADDED_ROWS, None, None),
+    "causal lengths": ("lengths", dict(causal=True), PADDED, PADDED_ROWS, None, None),
+    "window of lengths": ("lengths", dict(causal=True, window=(4, 0)), PADDED, PADDED_ROWS, None, None),
+    "lengths, bottom right": ("mask", dict(causal=True, bottom_right=True), PADDED, PADDED_ROWS, None, None),
+    "packed": ("packed", dict(), packed(), PACKED_ROWS, None, None),
+    "causal packed": ("packed", dict(causal=True), packed(), PACKED_ROWS, None, None),
+    "window of packed": ("packed", dict(causal=True, window=(4, 0)), packed(), PACKED_ROWS, None, None),
+}
+
+# --- A stand-in for cuDNN --------------------------------------------------------------------------------------------
+
+
+def softmax_attention(query, key, value, bias, seen, written, scale):
+    """As cuDNN: NaN where a query that it computes sees nothing, and where it writes nothing."""
+    seen = seen | ~written[:, None, :, None]  # what is not computed is in no gradient either
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale + (0 if bias is None else bias)
+    weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+    return jnp.where(written[..., None, None], jnp.einsum("bhqk,bkhd->bqhd", weights, value), jnp.nan)
+
+
+def public_call(
+    query, key, value, bias=None, mask=None, *, implementation, scale, is_causal=False, local_window_size=None,
+    query_seq_lengths=None, key_value_seq_lengths=None,
+):  # fmt: skip
+    """jax.nn.dot_product_attention(implementation="cudnn"): masks are large negative biases, its windows look back."""
+    assert implementation == "cudnn" and query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    for x in (bias, mask):
+        assert x is None or x.shape[2:] == (query.shape[1], key.shape[1])
+    if mask is not None:
+        bias = jnp.where(mask, 0.0, -(2.0**41)) + (0 if bias is None else bias)
+    i, j = np.arange(query.shape[1])[:, None], np.arange(key.shape[1])
+    seen = np.ones((1, 1, i.size, j.size), bool) & (not is_causal or j <= i)
+    if local_window_size is not None:
+        assert is_causal and local_window_size[1] == 0
+        seen = seen & (j >= i - local_window_size[0])
+    written = np.ones((B, i.size), bool)
+    if query_seq_lengths is not None:
+        seen = seen & (j < key_value_seq_lengths[:, None, None, None])
+        written = i[:, 0] < query_seq_lengths[:, None]
+    return softmax_attention(query, key, value, bias, seen, written, scale)
+
+
+def packed_call(
+    query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length
+):  # fmt: skip
+    """cuDNN's packed form: the n-th lengths given belong to the n-th starts given."""
+    assert query.shape[2] == key.shape[2] and q_offsets.shape == (B, q_seqlen.shape[1] + 1)
+    i, j = np.arange(query.shape[1])[:, None, None], np.arange(key.shape[1])[:, None]
+    own = (i >= q_offsets[:, None, None, :-1]) & (i < (q_offsets[..., :-1] + q_seqlen)[:, None, None])
+    theirs = (j >= kv_offsets[:, None, None, :-1]) & (j < (kv_offsets[..., :-1] + kv_seqlen)[:, None, None])
+    ahead = (j - kv_offsets[:, None, None, :-1]) - (i - q_offsets[:, None, None, :-1])
+    seen = own & theirs
+    if mask_type == fused_attention_stablehlo.MaskType.PADDING_CAUSAL:
+        seen &= ahead <= 0
+    if sliding_window_length is not None:
+        seen &= ahead > -sliding_window_length
+    return softmax_attention(query, key, value, None, seen.any(-1)[:, None], own.any((-1, -2)), scale)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", public_call)
+    monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", packed_call)
+
+
+def run_step(call, bias, dtype=jnp.float32):
+    args = [jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE, *([] if bias is None else [bias]))]
+
+    @jax.jit
+    def step(dy, *args):
+        out, vjp = jax.vjp(call, *args)
+        return out, list(vjp(dy))
+
+    return step(jnp.asarray(DY, dtype), *args)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cudnn_is_told(case, stand_in):
+    form, fields, sequences, rows, mask, bias = CASES[case]
+    options = Attention(0.3, **fields)
+    assert backends.visibility_form(options, Q, K, sequences, mask) == form
+    queries, keys = places(sequences, Q, K, options)
+
+    def call(query, key, value, bias=None):
+        return cudnn_attention(
+            options, query, key, value,
+            sequence_descriptor=sequences, queries=queries, keys=keys, mask=mask, bias=bias,
+        )  # fmt: skip
+
+    seen = numpy_attention.seen_keys(options, B, Q, K, rows, mask)
+    expected = numpy_attention.attention(options, seen, QUERY, KEY, VALUE, DY, bias)
+    testing.assert_close(run_step(call, bias), expected, F32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cudnn_itself(case):
+    """On a GPU, cuDNN in bf16; elsewhere the same op, which says that it is not cuDNN."""
+    _, fields, sequences, rows, mask, bias = CASES[case]
+    options = Attention(0.3, **fields)
+    described = dict(sequence_descriptor=sequences, mask=mask)
+    bf16 = [jnp.asarray(x, jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
+    backend, why = attention_backend(options, *bf16, bias=bias, **described)
+    assert backend == ("cudnn" if jax.default_backend() == "gpu" else "reference"), why
+    call = lambda query, key, value, bias=None: dot_product_attention(
+        query, key, value, options=options, bias=bias, **described
+    )
+    seen = numpy_attention.seen_keys(options, B, Q, K, rows, mask)
+    rounded = [np.asarray(x, np.float32) for x in (*bf16, jnp.asarray(DY, jnp.bfloat16))]
+    bias = None if bias is None else np.asarray(jnp.asarray(bias, jnp.bfloat16), np.float32)
+    expected = numpy_attention.attention(options, seen, *rounded, bias)
+    # Roundings of weights, of their gradients, of the results; and of gradients of groups, twice.
+    testing.assert_close(run_step(call, bias, jnp.bfloat16), expected, 5 * BF16)
+
+
+# --- The choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shapes, fields, call, why",
+    [
+        ({}, {}, {}, "has all that is asked for"),
+        ({"dtype": jnp.float32}, {}, {}, r"bf16 or f16, not \['float32'\]"),
+        ({"d": 256}, {}, {}, "head sizes up to 128, not 256"),
+        ({"d": 20}, {}, {}, "has all that is asked for"),
+        ({"k": 0}, {}, {}, "at least one query and one key"),
+        ({"k": 25}, {"causal": True}, {}, "has all that is asked for"),
+        ({"k": 25}, {"causal": True, "bottom_right": True}, {}, "need even lengths, not 32 and 25"),
+        ({}, {"softmax_type": "off_by_one"}, {}, "no off_by_one softmax"),
+        ({}, {"score_mod": lambda s, q, k: s}, {}, "no score_mod"),
+        ({}, {"dropout": 0.1}, {"dropout_key": 1}, "no dropout key"),
+        ({}, {"dropout": 0.1}, {}, "has all that is asked for"),
+        ({"q": 2**15, "k": 2**15}, {"window": (5, 5)}, {}, r"only as a mask, of 2.0 GiB"),
+        ({"q": 2**15, "k": 2**15}, {"window": (5, 5), "causal": True}, {}, "has all that is asked for"),
+        ({}, {}, {"sequence_descriptor": packed(), "bias": BIAS}, "no bias for packed sequences"),
+        ({"q": 2**25}, {}, {"sequence_descriptor": packed()}, "statistics of packed sequences take 6.0 GiB"),
+    ],
+)  # fmt: skip
+def test_the_choice_names_its_reason(shapes, fields, call, why, monkeypatch):
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    q, k, d, dtype = ({"q": Q, "k": K, "d": D, "dtype": jnp.bfloat16} | shapes).values()
+    query, key = (jax.ShapeDtypeStruct((B, n, heads, d), dtype) for n, heads in ((q, H), (k, G)))
+    backend, reason = attention_backend(Attention(1.0, **fields), query, key, key, **call)
+    assert backend == ("cudnn" if why.startswith("has all") else "reference")
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(reason)
+
+
+def test_the_choice_follows_the_default_device(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert backends.platform() == "gpu"
+    for device in (jax.devices("cpu")[0], "cpu"):
+        with jax.default_device(device):
+            assert backends.platform() == "cpu"
+
+
+def test_a_fallback_on_a_gpu_warns_once_for_each_reason(monkeypatch):
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    backends._warn.cache_clear()
+    run = partial(dot_product_attention, QUERY, KEY, VALUE)
+    with pytest.warns(UserWarning, match=r"in plain JAX, not by cuDNN: cuDNN needs bf16 or f16, not \['float32'\]"):
+        run(options=Attention(1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(options=Attention(2.0))
+
+
+@pytest.mark.parametrize("heads", [1, H])
+def test_lengths_and_masks_go_where_the_queries_are(heads):
+    mesh = testing.mesh_of((3, 2), ("data", "model"))
+    x = np.arange(B * heads * 4 * 5).reshape(B, heads, 4, 5)
+    query, replicated = testing.shard(mesh, [QUERY, x], [P("data", None, "model"), P()])
+    with testing.on_mesh(mesh):
+        got = jax.jit(_as_query)(query, replicated)
+    np.testing.assert_array_equal(got, x)
+    assert got.sharding.spec == (P("data") if heads == 1 else P("data", "model"))

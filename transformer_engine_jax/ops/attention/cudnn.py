@@ -1,0 +1,140 @@
+"""cuDNN's flash attention, through JAX's own bindings, for what `attention_backend` says it can."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.kernel import differentiable, kernel, use_references
+from transformer_engine_jax.ops.attention.backends import visibility_form
+from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.attention.sequences import Places, starts_and_lengths, visible
+
+
+def cudnn_attention(
+    options: Attention, query, key, value, *, sequence_descriptor, queries: Places, keys: Places, mask, bias
+) -> jax.Array:
+    """[B, Q, H, Dv] by cuDNN; arguments as in `attention_reference`, with the descriptor that places come from."""
+    form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
+    v_size = value.shape[-1]
+    size = -(-max(query.shape[-1], v_size) // 8) * 8
+    query, key, value = (_widened(x, size) for x in (query, key, value))  # zeros change neither logits nor sums
+    if bias is not None:
+        bias = _placed(None, query, _bias(options, bias, query, key))
+    if form == "plain":
+        out = _call(options, query, key, value, bias)
+    elif form == "mask":
+        out = _masked(options, query, key, value, bias, queries, keys, mask)
+    else:
+        out = _by_lengths(options, query, key, value, bias, sequence_descriptor, packed=form == "packed")
+    return out[..., :v_size]
+
+
+def _call(options: Attention, query, key, value, bias, **lengths) -> jax.Array:
+    left, _ = options.reach
+    return jax.nn.dot_product_attention(
+        query, key, value, bias,
+        scale=options.scale,
+        is_causal=options.causal,
+        local_window_size=None if left < 0 else (left, 0),
+        implementation="cudnn",
+        **lengths,
+    )  # fmt: skip
+
+
+def _masked(options: Attention, query, key, value, bias, queries: Places, keys: Places, mask) -> jax.Array:
+    seen = visible(options, queries, keys, mask)
+    seen = _as_query(query, jnp.broadcast_to(seen, (*seen.shape[:2], query.shape[1], key.shape[1])))
+    out = jax.nn.dot_product_attention(query, key, value, bias, seen, scale=options.scale, implementation="cudnn")
+    # To cuDNN a mask is a large negative bias: where nothing is seen, all is seen alike.
+    some = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]  # [B or 1, Q, H or 1, 1]
+    return jnp.where(some, out, jnp.zeros((), out.dtype))
+
+
+def _by_lengths(options: Attention, query, key, value, bias, sequences, *, packed: bool) -> jax.Array:
+    offsets = sequences.seq_offsets or (None, None)
+    (q_starts, q_lens), (k_starts, k_lens) = map(starts_and_lengths, sequences.seqlens, offsets)
+    q_lens, k_lens = _attending(q_lens, k_lens, options.reach[0])
+    # What lies past the lengths is never written, and may be anything.
+    token = jnp.arange(query.shape[1])[None, :, None]
+    computed = jnp.any((token >= q_starts[:, None]) & (token < (q_starts + q_lens)[:, None]), axis=-1)
+    q_starts, q_lens, k_starts, k_lens = (
+        _as_query(query, x[:, None, None])[:, 0, 0] for x in (q_starts, q_lens, k_starts, k_lens)
+    )
+    if packed:
+        out = _packed(options, query, key, value, q_starts, q_lens, k_starts, k_lens)
+    else:
+        # At least one token of each: statistics of no token are not finite. What is too much is hidden below.
+        q_len, k_len = (jnp.maximum(x[:, 0], 1) for x in (q_lens, k_lens))
+        out = _call(options, query, key, value, bias, query_seq_lengths=q_len, key_value_seq_lengths=k_len)
+    return jnp.where(computed[..., None, None], out, jnp.zeros((), out.dtype))
+
+
+def _packed(options: Attention, query, key, value, q_starts, q_lens, k_starts, k_lens) -> jax.Array:
+    """Several sequences a row: cuDNN takes lengths [B, N] and starts [B, N + 1], -1 for what is not there."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public call has no offsets
+
+    def given(x):
+        return jnp.where(q_lens > 0, x, -1).astype(jnp.int32)
+
+    repeats = query.shape[2] // key.shape[2]  # JAX counts the offsets of keys in the strides of queries
+    key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (key, value))
+    starts = [jnp.pad(given(x), ((0, 0), (0, 1)), constant_values=-1) for x in (q_starts, k_starts)]
+    left, _ = options.reach
+    return cudnn.dot_product_attention(
+        query, key, value,
+        q_seqlen=given(q_lens), kv_seqlen=given(k_lens), q_offsets=starts[0], kv_offsets=starts[1],
+        scale=options.scale,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL if options.causal else cudnn.MaskType.PADDING,
+        sliding_window_length=None if left < 0 else left + 1,
+    )  # fmt: skip
+
+
+def _attending(q_lens, k_lens, left: int):
+    """Lengths [B, N] without the queries that see nothing: those of empty keys, and those past keys and window."""
+    if left >= 0:
+        q_lens = jnp.minimum(q_lens, k_lens + left)
+    some = (q_lens > 0) & (k_lens > 0)
+    return jnp.where(some, q_lens, 0), jnp.where(some, k_lens, 0)
+
+
+def _widened(x, size: int):
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
+
+
+def _bias(options: Attention, bias, query, key):
+    """[B or 1, H or 1, Q, K] in query's dtype, scaled; finite, since cuDNN subtracts it from its maximum."""
+    bias = bias.astype(jnp.float32) * (options.scale if options.bias_before_scale else 1.0)
+    largest = 2.0**14 if query.dtype == jnp.float16 else 2.0**40  # half of what JAX adds where the mask hides
+    bias = jnp.clip(bias, -largest, largest).astype(query.dtype)
+    return jnp.broadcast_to(bias, (*bias.shape[:2], query.shape[1], key.shape[1]))
+
+
+# --- Sharding --------------------------------------------------------------------------------------------------------
+
+
+@kernel("... h, ... h q k -> ... h q k", whole="qk")
+def placed_like(like, x) -> jax.Array:
+    return x
+
+
+def _as_query(query, x) -> jax.Array:
+    """x[B or 1, H or 1, m, n], its batch and heads sharded as the query's.
+
+    JAX's partitioning of the cuDNN call shards along with queries, keys and values nothing else: lengths that are
+    replicated while the batch is not would be those of the first shard everywhere.
+    """
+    like = jax.lax.stop_gradient(query[: x.shape[0], 0, : x.shape[1], 0])
+    with use_references(True):  # the identity: nothing to compute, so there is no handler
+        return placed_like(like, x)
+
+
+def _place_forward(_, query, x):
+    return _as_query(query, x), None
+
+
+def _place_backward(_, residuals, dx):
+    return None, dx
+
+
+_placed = differentiable(_place_forward, _place_backward)
