@@ -75,7 +75,8 @@ class Case(NamedTuple):
     unread: int = 0  # bytes of operands that need not be read
 
     def bytes(self) -> int:
-        return -self.unread + sum(int(np.prod(a[0])) * np.dtype(a[1]).itemsize for a in [*self.operands, *self.call.results] if a)
+        buffers = [a for a in [*self.operands, *self.call.results] if a]
+        return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in buffers) - self.unread
 
 
 # --- Cases -------------------------------------------------------------------------------------------------------
@@ -292,8 +293,8 @@ def checked_cases():
             yield softmax_fwd(2, 150, keys, dtype, causal=True, mask=True, offset=True)
             yield softmax_bwd(2, 150, keys, dtype, dot=True)
         for group in ("consecutive", "alternate"):
-            for tokens, heads, features, pairs in ((1000, 32, 128, 64), (3, 5, 128, 64), (77, 9, 96, 16), (50, 3, 7, 3)):
-                yield rope(tokens, heads, features, pairs, group, dtype, inverse=tokens < 100)
+            for shape in ((1000, 32, 128, 64), (3, 5, 128, 64), (77, 9, 96, 16), (50, 3, 7, 3)):
+                yield rope(*shape, group, dtype, inverse=shape[0] < 100)
     rows, cols = 200, 264
     for dtype in (F32, F16, BF16):
         for out in (E4M3, E5M2):
@@ -459,8 +460,10 @@ def time_case(case: Case) -> float:
         shape, dtype = operand
         if not shape:
             return jnp.float32(16.0)
-        if dtype.kind in "bi":
-            return jax.random.randint(jax.random.key(i), shape, 0, 10_000) if dtype.kind == "i" else jnp.zeros(shape, bool)
+        if dtype.kind == "b":
+            return jnp.zeros(shape, bool)
+        if dtype.kind == "i":
+            return jax.random.randint(jax.random.key(i), shape, 0, 10_000)
         normal = jax.random.normal(jax.random.key(i), shape, BF16 if dtype in FP8_MAX else dtype)
         return (jnp.abs(normal) + 0.5 if len(shape) == 1 and i > 2 else normal).astype(dtype)
 

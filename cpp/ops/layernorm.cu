@@ -25,8 +25,8 @@ struct Norm {
 // ---- A cluster of blocks holds a strip of rows, each block some columns of it. A row's mean and its sum of squared
 // ---- differences are taken per block, exchanged once, and joined (Chan, Golub and LeVeque, 1979). The clusters stay
 // ---- and go over all strips, neighbours at the same time: y_t has runs of 32 bytes, of which the L2 cache makes whole
-// ---- lines. While a strip is worked on, the next is copied to shared memory, where a
-// ---- thread reads back only what it copied itself, so that needs no barrier.
+// ---- lines. While a strip is worked on, the next is copied to shared memory, where a thread reads back only what it
+// ---- copied itself, so that needs no barrier.
 
 constexpr int kStripThreads = 256;
 constexpr int kStripRows = 32;  // 4 a warp
@@ -79,7 +79,6 @@ __device__ __forceinline__ void wait_for_bytes(uint64_t* arrived, int phase) {
       "r"(phase)
       : "memory");
 }
-#endif
 
 // Sums over a warp of 4 values a lane: lane l gets the sum of value l / 8. 6 shuffles in place of 20, as each step
 // halves the values that a lane still carries.
@@ -89,6 +88,7 @@ __device__ __forceinline__ float sum_rows(const float (&v)[4]) {
   const float b = (upper ? v[3] : v[1]) + __shfl_xor_sync(0xffffffffu, upper ? v[1] : v[3], 16);
   return sum_of_lanes<8>((odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8));
 }
+#endif
 
 template <typename T, int kSteps, Stored kStored>
 __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
 
   int turn = 0;
   for (int64_t row0 = first; row0 < out.rows; row0 += stride, ++turn) {
-    if (threadIdx.x == 0) expect_bytes(&shared.arrived[turn % 2], cluster * kStripRows * sizeof(float2));
+    if (cluster > 1 && threadIdx.x == 0) expect_bytes(&shared.arrived[turn % 2], cluster * kStripRows * sizeof(float2));
     // ---- Take this strip, ask for the next
     asm volatile("cp.async.wait_all;" ::: "memory");
     Vec8<T> raw[kSteps][4];
@@ -201,12 +201,17 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
     // ---- Exchange. A block that is a strip ahead writes to the other half of `parts`; it cannot be two ahead. As all
     // ---- warps send, this one included, all are done with the last strip's transposed bytes once all have arrived.
     float2(&parts)[kLargestCluster] = shared.parts[turn % 2][warp * 4 + of_lane];
+    if (cluster > 1) {
 #pragma unroll
-    for (int h = 0; h < kLargestCluster / 8; ++h) {
-      const int block = lane % 8 + h * 8;
-      if (block < cluster) send(&parts[rank], &shared.arrived[turn % 2], block, mine);
+      for (int h = 0; h < kLargestCluster / 8; ++h) {
+        const int block = lane % 8 + h * 8;
+        if (block < cluster) send(&parts[rank], &shared.arrived[turn % 2], block, mine);
+      }
+      wait_for_bytes(&shared.arrived[turn % 2], turn / 2 % 2);
+    } else {  // a launch without clusters must not send
+      if (lane % 8 == 0) parts[0] = mine;
+      __syncthreads();
     }
-    wait_for_bytes(&shared.arrived[turn % 2], turn / 2 % 2);
     float2 part[kLargestCluster / 8];
     float count[kLargestCluster / 8], weighted = 0.f, squares = 0.f;
 #pragma unroll

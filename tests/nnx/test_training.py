@@ -1,12 +1,11 @@
 """Four layers, 200 steps: NNX, scanned and rematerialised or unrolled, reaches the loss of Linen in each recipe."""
 
-import functools
-
 import emulated
 import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import steps
@@ -117,19 +116,14 @@ def train_nnx(make, variables) -> list[float]:
     return [float(step()) for _ in range(STEPS)]
 
 
-@functools.cache
-def exact_loss() -> float:
-    return train_linen(steps.init(LinenModel(), X))[-1]
-
-
 @pytest.mark.parametrize("rec", [None, DELAYED, CURRENT], ids=["off", "delayed", "current"])
 def test_reaches_the_loss_of_linen(rec):
     variables = steps.init(LinenModel(), X, rec=DELAYED)
     with steps.autocast(rec):
         expected = train_linen(variables)
         got = {make.__name__: train_nnx(make, variables) for make in (Scanned, Unrolled)}
-    assert expected[-1] < 0.25 * expected[0]
+    assert expected[-1] < 0.01 * expected[0]
     for name, losses in got.items():
-        # The first steps are the same arithmetic; later, roundings that fall the other way have grown.
-        testing.assert_close(losses[:3], expected[:3], 1e-4 if rec is None else 1e-2, name)
-        assert abs(losses[-1] / expected[-1] - 1) < 0.1, (name, losses[-1], expected[-1])
+        # The same arithmetic, until f32 sums in another order move an FP8 byte: then the runs slowly part.
+        testing.assert_close(losses[:50], expected[:50], 1e-3, name)
+        assert abs(np.mean(losses[-20:]) / np.mean(expected[-20:]) - 1) < 0.25, (name, losses[-20:], expected[-20:])

@@ -70,9 +70,21 @@ CASES = {
 # --- A stand-in for cuDNN --------------------------------------------------------------------------------------------
 
 
-def softmax_attention(query, key, value, bias, seen, written, scale):
-    """As cuDNN: NaN where a query that it computes sees nothing, and where it writes nothing."""
-    seen = seen | ~written[:, None, :, None]  # what is not computed is in no gradient either
+@jax.custom_vjp
+def unwritten(x, written):
+    """x, of whose gradient only a part is written."""
+    return x
+
+
+unwritten.defvjp(
+    lambda x, written: (x, written), lambda written, dx: (jnp.where(written[..., None, None], dx, jnp.nan), None)
+)
+
+
+def softmax_attention(query, key, value, bias, seen, written, read, scale):
+    """As cuDNN: NaN where a query that it computes sees nothing, and in what it does not write."""
+    query, key, value = (unwritten(x, w) for x, w in ((query, written), (key, read), (value, read)))
+    seen = seen | ~written[:, None, :, None]  # what is not computed is in no gradient of others
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale + (0 if bias is None else bias)
     weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
@@ -94,11 +106,11 @@ def public_call(
     if local_window_size is not None:
         assert is_causal and local_window_size[1] == 0
         seen = seen & (j >= i - local_window_size[0])
-    written = np.ones((B, i.size), bool)
+    written, read = np.ones((B, i.size), bool), np.ones((B, j.size), bool)
     if query_seq_lengths is not None:
         seen = seen & (j < key_value_seq_lengths[:, None, None, None])
-        written = i[:, 0] < query_seq_lengths[:, None]
-    return softmax_attention(query, key, value, bias, seen, written, scale)
+        written, read = i[:, 0] < query_seq_lengths[:, None], j < key_value_seq_lengths[:, None]
+    return softmax_attention(query, key, value, bias, seen, written, read, scale)
 
 
 def packed_call(
@@ -115,7 +127,8 @@ def packed_call(
         seen &= ahead <= 0
     if sliding_window_length is not None:
         seen &= ahead > -sliding_window_length
-    return softmax_attention(query, key, value, None, seen.any(-1)[:, None], own.any((-1, -2)), scale)
+    written, read = own.any((-1, -2)), theirs.any((-1, -3))
+    return softmax_attention(query, key, value, None, seen.any(-1)[:, None], written, read, scale)
 
 
 @pytest.fixture

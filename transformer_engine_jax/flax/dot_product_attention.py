@@ -153,7 +153,7 @@ class DotProductAttention(nn.Module):
         )
         if "padding" in self.attn_mask_type and given is None:
             raise self._error(
-                f"attn_mask_type={self.attn_mask_type!r} needs sequence_descriptor= or mask=, True where masked out"
+                f"attn_mask_type={self.attn_mask_type!r} needs mask=, True where masked out, or sequence_descriptor="
             )
         if "padding" not in self.attn_mask_type and given is not None:
             warnings.warn(

@@ -47,7 +47,8 @@ class Softmax(nn.Module):
         inputs, kind = jnp.asarray(inputs), self.softmax_fusion_type
         self._check_types(mask, softmax_offset)
         if bias is not None:
-            fits = jnp.broadcast_shapes(jnp.shape(bias), inputs.shape) == inputs.shape
+            shape = (1,) * (inputs.ndim - jnp.ndim(bias)) + jnp.shape(bias)
+            fits = len(shape) == inputs.ndim and all(m in (1, n) for m, n in zip(shape, inputs.shape))
             _expect(fits, "bias", f"a shape that broadcasts to {list(inputs.shape)}", list(jnp.shape(bias)))
             inputs = inputs + jnp.asarray(bias, inputs.dtype)
         if self.softmax_type == "off_by_one":

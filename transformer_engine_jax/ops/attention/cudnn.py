@@ -55,9 +55,10 @@ def _by_lengths(options: Attention, query, key, value, bias, sequences, *, packe
     offsets = sequences.seq_offsets or (None, None)
     (q_starts, q_lens), (k_starts, k_lens) = map(starts_and_lengths, sequences.seqlens, offsets)
     q_lens, k_lens = _attending(q_lens, k_lens, options.reach[0])
-    # What lies past the lengths is never written, and may be anything.
-    token = jnp.arange(query.shape[1])[None, :, None]
-    computed = jnp.any((token >= q_starts[:, None]) & (token < (q_starts + q_lens)[:, None]), axis=-1)
+    # What lies past the lengths is never written, not in the gradients either, and may be anything.
+    computed = _covered(q_starts, q_lens, query.shape[1])
+    read = _covered(k_starts, k_lens, key.shape[1])
+    query, key, value = _only(computed, query), _only(read, key), _only(read, value)
     q_starts, q_lens, k_starts, k_lens = (
         _as_query(query, x[:, None, None])[:, 0, 0] for x in (q_starts, q_lens, k_starts, k_lens)
     )
@@ -67,7 +68,17 @@ def _by_lengths(options: Attention, query, key, value, bias, sequences, *, packe
         # At least one token of each: statistics of no token are not finite. What is too much is hidden below.
         q_len, k_len = (jnp.maximum(x[:, 0], 1) for x in (q_lens, k_lens))
         out = _call(options, query, key, value, bias, query_seq_lengths=q_len, key_value_seq_lengths=k_len)
-    return jnp.where(computed[..., None, None], out, jnp.zeros((), out.dtype))
+    return _only(computed, out)
+
+
+def _covered(starts, lengths, size: int) -> jax.Array:
+    """bool[B, size]: whether the token is of a sequence, of those that start and end so."""
+    token = jnp.arange(size)[None, :, None]
+    return jnp.any((token >= starts[:, None]) & (token < (starts + lengths)[:, None]), axis=-1)
+
+
+def _only(tokens, x) -> jax.Array:
+    return jnp.where(tokens[..., None, None], x, jnp.zeros((), x.dtype))
 
 
 def _packed(options: Attention, query, key, value, q_starts, q_lens, k_starts, k_lens) -> jax.Array:
