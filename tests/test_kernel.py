@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.kernel import HANDLERS, differentiable, kernel, kernel_p
+from transformer_engine_jax.handlers import HANDLERS
+from transformer_engine_jax.kernel import differentiable, kernel, kernel_p
 from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, quantize
 
 KEY = jax.random.key(0)

@@ -19,7 +19,6 @@ buffers, so the handlers are passed only the others.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,41 +32,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.distribution import name_conflict
-
-# --- The compiled handlers ---------------------------------------------------------------------------------------
-
-_BUILD_HINT = "build it with `pip install .` (or `make test`) from a checkout"
-_cuda_import_error: str | None = None
-
-
-def _register_handlers() -> dict[str, dict[str, Any]]:
-    """Registers every handler of the compiled modules with XLA and returns them by platform and target."""
-    global _cuda_import_error
-    found = {}
-    for platform, module in (("cpu", "_cpu"), ("CUDA", "_cuda")):
-        try:
-            extension = importlib.import_module(f"transformer_engine_jax.{module}")
-        except ImportError as error:
-            if platform == "cpu":
-                reason = name_conflict() or f"{_BUILD_HINT} ({error})"
-                raise ImportError(f"transformer_engine_jax._cpu cannot be imported: {reason}") from error
-            _cuda_import_error = str(error)
-            continue
-        found[platform] = extension.registrations()
-        for target, stages in found[platform].items():
-            handler = stages["execute"] if set(stages) == {"execute"} else stages
-            jax.ffi.register_ffi_target(target, handler, platform=platform)
-    return found
-
-
-HANDLERS = _register_handlers()
-
-
-def cuda_import_error() -> str | None:
-    """Why the CUDA module is not among HANDLERS, None where it is."""
-    return _cuda_import_error
-
+from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 
 # True: compile the references instead of the handlers (testing.reference_kernels). Part of the jit cache key.
 use_references = jax.make_user_context(False)
@@ -264,7 +229,7 @@ def _check_cuda_handlers(call: _Call) -> None:
     if "CUDA" not in HANDLERS and jax.default_backend() == "gpu":
         raise RuntimeError(
             f"{call.kernel.name}: JAX runs on a GPU but transformer_engine_jax was built without its CUDA module. "
-            f"Rebuild with `pip install . -C cmake.define.TE_CUDA=ON` where nvcc is on PATH ({_cuda_import_error}); "
+            f"Rebuild with `pip install . -C cmake.define.TE_CUDA=ON` where nvcc is on PATH ({cuda_import_error()}); "
             "or run on the CPU with JAX_PLATFORMS=cpu."
         )
 

@@ -8,7 +8,7 @@ import platform
 import jax
 
 from transformer_engine_jax.distribution import name_conflict
-from transformer_engine_jax.kernel import HANDLERS, cuda_import_error
+from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 
 
 def gpu_compute_capability() -> float | None:

@@ -13,11 +13,11 @@
 #include "core/dtype.h"
 
 // Returns the error of a CUDA call from a handler.
-#define TE_CUDA_CHECK(...)                                                                               \
-  do {                                                                                                   \
-    if (const cudaError_t te_error = (__VA_ARGS__); te_error != cudaSuccess) {                           \
+#define TE_CUDA_CHECK(...)                                                                                \
+  do {                                                                                                    \
+    if (const cudaError_t te_error = (__VA_ARGS__); te_error != cudaSuccess) {                            \
       return ::te::ffi::Error::Internal(std::string(#__VA_ARGS__) + ": " + cudaGetErrorString(te_error)); \
-    }                                                                                                    \
+    }                                                                                                     \
   } while (0)
 
 namespace te {

@@ -258,8 +258,7 @@ ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, flo
   const auto kernel = is_fp8(out.dtype) ? store_tiles<Producer, true> : store_tiles<Producer, false>;
   TE_CUDA_CHECK(launch({blocks, kTileThreads}, stream, kernel, in, out));
   if (colsum) {
-    TE_CUDA_CHECK(
-        launch_sum_partials(stream, out.partials, out.row_tiles(), out.cols * Producer::kOutputs, colsum));
+    TE_CUDA_CHECK(launch_sum_partials(stream, out.partials, out.row_tiles(), out.cols * Producer::kOutputs, colsum));
   }
   return ffi::Error::Success();
 }

@@ -1,9 +1,8 @@
 // Activations on CUDA: curve values, or their gradients, produced into the tile kernel of tile.cuh in one pass. Bytes
 // an element of y, with s for z (and dy), o for the result (1 for FP8), t = 1 where a transposed copy is asked for:
 //   forward   s A + o + t          backward   s (A + 1) + (o + t) A; dbias adds A/16 and a second launch
-#include "ops/activation.h"
-
 #include "core/tile.cuh"
+#include "ops/activation.h"
 
 namespace te {
 namespace {

@@ -6,9 +6,8 @@
 //                               of tile.cuh: unaligned rows, rows beyond 16384 values, y_t on a GPU without clusters
 // Two passes would be simpler for y_t, but move half as much again; a row-wise kernel alone would store y_t in single
 // bytes. The variance is that of differences from a mean, never a difference of large sums.
-#include "ops/layernorm.h"
-
 #include "core/tile.cuh"
+#include "ops/layernorm.h"
 
 namespace te {
 namespace {
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(kStripThreads, 2) norm_strips(const Norm a, co
   using S = Strip<T, kLanes>;
   __shared__ __align__(16) TransposedTile<S::kRows, S::kCols> transposed;
   __shared__ float2 parts[S::kRows][kLargestCluster];  // mean, sum of squared differences; by block of the cluster
-  cluster_arrive();  // a block's shared memory may be written once the block runs
+  cluster_arrive();                                    // a block's shared memory may be written once the block runs
 
   const int rank = static_cast<int>(blockIdx.x) % cluster;
   const int64_t row0 = static_cast<int64_t>(blockIdx.x / cluster) * S::kRows, col0 = int64_t{rank} * S::kCols;

@@ -20,7 +20,7 @@ struct NormBackward {
   const float* rstd;
   void* dx;
   float* dgamma;
-  float* dbeta;  // absent for rmsnorm
+  float* dbeta;     // absent for rmsnorm
   float* partials;  // [dgamma | dbeta, parts, cols]
   int64_t rows;
   int64_t cols;
@@ -34,10 +34,10 @@ template <typename T>
 constexpr int kStageBytes = 2 * kVectors * 8 * sizeof(T) * kThreads;  // one row of x and of dy for every group
 
 __device__ __forceinline__ void copy_quad(uint4* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global)
+      : "memory");
 }
 
 // Sums of two values over a group of threads. Groups advance independently: a barrier of its own for each.
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
   // ---- The block's column sums: over its groups through shared memory, first dgamma's, then dbeta's
   constexpr int kCols = kVectors * kGroup * 8;
   float* const totals = reinterpret_cast<float*>(ring);  // [group][column]
-  const auto write = [&](const float(&mine)[kVectors][8], float* partials) {
+  const auto write = [&](const float (&mine)[kVectors][8], float* partials) {
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {

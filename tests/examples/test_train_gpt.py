@@ -248,7 +248,7 @@ def test_folder_is_split_by_file_and_stays_so(tmp_path):
     before = gpt_data.load(str(tmp_path), seq=8)
     (tmp_path / "another.txt").write_text("another")
     after = gpt_data.load(str(tmp_path), seq=8)
-    names = lambda part: set(re.findall(rb"<\d+>", part.tobytes()))  # noqa: E731
+    names = lambda part: set(re.findall(rb"<\d+>", part.tobytes()))
     assert names(before.train) | names(before.validation) == {b"<%d>" % index for index in range(200)}
     assert not names(before.train) & names(before.validation)
     assert names(before.validation) == names(after.validation)

@@ -165,7 +165,9 @@ class MultiHeadAttention(nn.Module):
         query_init = flat_kernel_init(init, 1, scales=(query_scale,))
         if self.fuse_qkv_params and is_self and width_q == width_kv:
             qkv_init = flat_kernel_init(init, 1, scales=(query_scale, 1.0, 1.0))
-            qkv, normed = product("qkv", (3, width_q), qkv_init, normed=True, wants_norm=self.return_layernorm_output)(inputs_q)  # fmt: skip
+            qkv, normed = product("qkv", (3, width_q), qkv_init, normed=True, wants_norm=self.return_layernorm_output)(
+                inputs_q
+            )
             qkv = checkpoint_name(qkv, "combined_qkv_proj")
             return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], normed
         wants_norm = self.return_layernorm_output or is_self

@@ -1,0 +1,41 @@
+"""Loads the compiled extension modules and registers their FFI handlers with XLA."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+
+from transformer_engine_jax.distribution import name_conflict
+
+_BUILD_HINT = "build it with `pip install .` (or `make test`) from a checkout"
+_cuda_import_error: str | None = None
+
+
+def _register_handlers() -> dict[str, dict[str, Any]]:
+    """Registers every handler of the compiled modules with XLA and returns them by platform and target."""
+    global _cuda_import_error
+    found = {}
+    for platform, module in (("cpu", "_cpu"), ("CUDA", "_cuda")):
+        try:
+            extension = importlib.import_module(f"transformer_engine_jax.{module}")
+        except ImportError as error:
+            if platform == "cpu":
+                reason = name_conflict() or f"{_BUILD_HINT} ({error})"
+                raise ImportError(f"transformer_engine_jax._cpu cannot be imported: {reason}") from error
+            _cuda_import_error = str(error)
+            continue
+        found[platform] = extension.registrations()
+        for target, stages in found[platform].items():
+            handler = stages["execute"] if set(stages) == {"execute"} else stages
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
+    return found
+
+
+HANDLERS = _register_handlers()
+
+
+def cuda_import_error() -> str | None:
+    """Why the CUDA module is not among HANDLERS, None where it is."""
+    return _cuda_import_error
