@@ -67,6 +67,7 @@ def test_bf16_in_bf16_out():
         ("softmax_type: expected one of .* got 'sigmoid'", {"softmax_type": "sigmoid"}, {}),
         ("softmax_offset: expected none with 'vanilla', got one", {}, {"softmax_offset": OFFSET}),
         ("softmax_offset: expected one with 'learnable', got none", {"softmax_type": "learnable"}, {}),
+        (r"bias: expected a shape that broadcasts to .*, got \[2, 3, 8, 7\]", {}, {"bias": X[..., :7]}),
         (
             r"bias: expected a shape that broadcasts to \[2, 3, 8, 16\], got \[2, 2, 3, 8, 16\]",
             {},

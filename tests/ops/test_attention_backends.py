@@ -168,16 +168,21 @@ def test_what_cudnn_is_told(case, stand_in):
 
 @pytest.mark.parametrize("case", CASES)
 def test_cudnn_itself(case):
-    """On a GPU, cuDNN in bf16; elsewhere the same op, which says that it is not cuDNN."""
+    """On a GPU, cuDNN in bf16; elsewhere the op, which says that it is not cuDNN."""
     _, fields, sequences, rows, mask, bias = CASES[case]
     options = Attention(0.3, **fields)
     described = dict(sequence_descriptor=sequences, mask=mask)
     bf16 = [jnp.asarray(x, jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
-    backend, why = attention_backend(options, *bf16, bias=bias, **described)
+    backend, why = attention_backend(options, *bf16, bias=bias, **described, verified_only=False)
     assert backend == ("cudnn" if jax.default_backend() == "gpu" else "reference"), why
-    call = lambda query, key, value, bias=None: dot_product_attention(
-        query, key, value, options=options, bias=bias, **described
-    )
+    queries, keys = places(sequences, Q, K, options)
+
+    def call(query, key, value, bias=None):
+        if backend == "cudnn":
+            where = dict(queries=queries, keys=keys)
+            return cudnn_attention(options, query, key, value, bias=bias, **described, **where)
+        return dot_product_attention(query, key, value, options=options, bias=bias, **described)
+
     seen = numpy_attention.seen_keys(options, B, Q, K, rows, mask)
     rounded = [np.asarray(x, np.float32) for x in (*bf16, jnp.asarray(DY, jnp.bfloat16))]
     bias = None if bias is None else np.asarray(jnp.asarray(bias, jnp.bfloat16), np.float32)

@@ -80,7 +80,7 @@ def test_bf16():
     assert y.dtype == jnp.bfloat16
     testing.assert_close(y, y_, BF16)
     *products, dbias = vjp(dy)
-    testing.assert_close(products, expected[:2], BF16)
+    testing.assert_close(products, expected[:2], 2 * BF16)  # newer XLA rounds partial sums to bf16 too
     # Plain AD may sum dbias in bf16: up to sqrt(32) roundings.
     testing.assert_close(dbias, expected[2], 6 * BF16)
 

@@ -16,16 +16,30 @@ MOST_BYTES = 2**30
 
 
 def attention_backend(
-    options: Attention, query, key, value, *, sequence_descriptor=None, mask=None, bias=None, dropout_key=None
+    options: Attention,
+    query,
+    key,
+    value,
+    *,
+    sequence_descriptor=None,
+    mask=None,
+    bias=None,
+    dropout_key=None,
+    verified_only: bool = True,
 ) -> tuple[str, str]:
     """("cudnn" or "reference", why): a function of platform, shapes, dtypes and options alone.
 
     Args:
       as dot_product_attention's; only the shapes and dtypes of arrays are looked at.
+      verified_only: leave out what this library has not yet checked against its reference on a GPU
+        (tests/ops/test_attention_backends.py does).
     """
     for cannot, why in _limits_of_cudnn(options, query, key, value, sequence_descriptor, mask, bias, dropout_key):
         if cannot:
             return "reference", why
+    form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
+    if verified_only and (form != "plain" or bias is not None):
+        return "reference", "cuDNN's masks, lengths, packed sequences and biases await verification on a GPU"
     return "cudnn", "cuDNN's flash attention has all that is asked for"
 
 
