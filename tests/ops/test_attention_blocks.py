@@ -82,5 +82,6 @@ def test_memory_grows_with_the_length_and_not_its_square(packed):
 
     small, large = bytes_for(2**14), bytes_for(2**15)
     logits = 4 * reference.LOGITS_PER_BLOCK
-    assert large < 5 * logits, f"{large / logits:.1f} times the logits of a block"  # all logits are 64 times those
+    # All logits are 64 times those of a block, and a mask of all 16 times. XLA keeps 4 to 7, by its version.
+    assert large < 10 * logits, f"{large / logits:.1f} times the logits of a block"
     assert large < 1.2 * small
