@@ -56,32 +56,55 @@ struct Launch {
   int cluster = 1;        // blocks that run together and share their memory
 };
 
+// A launch as the driver wants it. Not to be copied.
+struct LaunchConfig : cudaLaunchConfig_t {
+  cudaLaunchAttribute attribute = {};
+
+  LaunchConfig(const Launch& l, cudaStream_t launch_stream) : cudaLaunchConfig_t{} {
+    gridDim = dim3(static_cast<unsigned>(l.blocks));
+    blockDim = dim3(static_cast<unsigned>(l.threads));
+    dynamicSmemBytes = l.shared_memory;
+    stream = launch_stream;
+    if (l.cluster == 1) return;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(l.cluster), 1, 1};
+    attrs = &attribute;
+    numAttrs = 1;
+  }
+};
+
+template <typename... Parameters>
+cudaError_t allow(const Launch& l, void (*kernel)(Parameters...)) {
+  cudaError_t error = cudaSuccess;
+  if (l.shared_memory > 48 << 10) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, l.shared_memory);
+  }
+  if (error == cudaSuccess && l.cluster > 8) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  return error;
+}
+
 // Does nothing for a grid of no blocks, which an empty operand gives.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(const Launch& l, cudaStream_t stream, void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (l.blocks == 0) return cudaSuccess;
-  if (l.shared_memory > 48 << 10) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, l.shared_memory);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(l.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(l.threads));
-  config.dynamicSmemBytes = l.shared_memory;
-  config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  if (l.cluster > 1) {
-    if (l.cluster > 8) {
-      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-      if (error != cudaSuccess) return error;
-    }
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(l.cluster), 1, 1};
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-  }
+  if (const cudaError_t error = allow(l, kernel); error != cudaSuccess) return error;
+  const LaunchConfig config(l, stream);
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
+// How many clusters of a launch the device runs at once.
+template <typename... Parameters>
+cudaError_t resident_clusters(const Launch& l, void (*kernel)(Parameters...), int* count) {
+  if (const cudaError_t error = allow(l, kernel); error != cudaSuccess) return error;
+  if (l.cluster == 1) {
+    const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(count, kernel, l.threads, l.shared_memory);
+    *count *= current_device().multiprocessors;
+    return error;
+  }
+  const LaunchConfig config(l, nullptr);
+  return cudaOccupancyMaxActiveClusters(count, kernel, &config);
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -129,6 +152,12 @@ struct Vec8 {
   }
 };
 
+template <typename T>
+__device__ __forceinline__ void unpack(const Vec8<T>& raw, float (&v)[8]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) v[j] = raw[j];
+}
+
 // Read once, hence no copy in L1; but f32 leaves one, its second half comes from the same sectors. kKeep: read again.
 template <bool kKeep = false, typename T>
 __device__ __forceinline__ Vec8<T> load8(const T* p) {
@@ -162,6 +191,14 @@ __device__ __forceinline__ Vec8<T> load8(const T* p, int n) {
     }
   }
   return v;
+}
+
+// Copies 16 bytes to shared memory while the thread goes on.
+__device__ __forceinline__ void copy_quad(uint4* shared, const void* global) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global)
+      : "memory");
 }
 
 // For a dtype that is known at run time only.

@@ -4,10 +4,13 @@
 // A block owns a tile of 128 x 128 values, a thread 2 x (4 rows x 8 columns). For a 16-bit operand a row of the tile
 // is 256 bytes, read and written as whole 128-byte lines by 16 neighbouring threads of 16 bytes each. For the
 // transposed copy, a thread turns its 4 x 4 byte blocks in registers, so that shared memory is written in words of 4
-// rows and read 16 rows at a time; 8 threads then store a line of 128 rows. About 11 instructions a value beside the
-// producer's, of the 27 that fit into the time its bytes take on an H200.
+// rows and read 16 rows at a time; 8 threads then store a line of 128 rows.
+//
+// A multiprocessor issues 128 instructions (of a thread each) while memory gives it 17 bytes: 30 for a value of 4 bytes
+// in and out. So what is known of the operands is known at compile time, and only the rest is left to AnyDtype.
 #pragma once
 
+#include "core/amax.cuh"
 #include "core/cuda.cuh"
 
 namespace te {
@@ -17,7 +20,7 @@ struct Result {
   void* y = nullptr;             // [rows, outputs, cols]
   uint8_t* y_t = nullptr;        // [outputs, cols, rows]
   const float* scale = nullptr;  // absent: 1
-  float* amax = nullptr;         // set to 0 before
+  AmaxTarget amax;               // prepared before
   float* partials = nullptr;     // [ceil(rows / 128), outputs, cols], sums over the rows of a tile
   DType dtype = DType::F32;
   int64_t rows = 0;
@@ -28,16 +31,27 @@ struct Result {
   int64_t row_tiles() const { return ceil_div(rows, 128); }
 };
 
-// Casts, stores and measures 8 values of y that begin at element `offset`. Returns their FP8 bytes.
-template <bool kFp8>
+// What y is. kFp8: either format, known at run time.
+enum class Stored { kFloat, kE4M3, kE5M2, kFp8 };
+
+template <Stored kStored>
+__device__ __forceinline__ uint2 cast8_as(const float (&v)[8], float scale, DType dtype) {
+  if constexpr (kStored == Stored::kE4M3) return cast8<__NV_E4M3>(v, scale);
+  if constexpr (kStored == Stored::kE5M2) return cast8<__NV_E5M2>(v, scale);
+  return cast8(v, scale, dtype);
+}
+
+// Casts, stores and measures 8 values of y, of which n are there, that begin at element `offset`. Returns their FP8
+// bytes. `vector`: n is 8 and the address is aligned.
+template <Stored kStored>
 __device__ __forceinline__ uint2 store_result(const Result& out, int64_t offset, float scale, const float (&v)[8],
-                                              int n, float& most) {
-  if constexpr (kFp8) {
+                                              int n, bool vector, float& most) {
+  if constexpr (kStored != Stored::kFloat) {
     most = max_abs(most, v);
-    const uint2 q = cast8(v, scale, out.dtype);
+    const uint2 q = cast8_as<kStored>(v, scale, out.dtype);
     if (out.y) {
       uint8_t* y = static_cast<uint8_t*>(out.y) + offset;
-      if (out.vector) {
+      if (vector) {
         *reinterpret_cast<uint2*>(y) = q;
       } else {
 #pragma unroll
@@ -52,7 +66,7 @@ __device__ __forceinline__ uint2 store_result(const Result& out, int64_t offset,
     const auto raw = round8<std::remove_pointer_t<decltype(y)>>(v);
 #pragma unroll
     for (int j = 0; j < 8; ++j) most = max_abs(most, raw[j]);
-    store8(y + offset, raw, n, out.vector);
+    store8(y + offset, raw, n, vector);
   };
   if (out.dtype == DType::BF16) {
     store(static_cast<bf16*>(out.y));
@@ -74,33 +88,36 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&rows)[4], uint3
   words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// A tile's FP8 bytes by column, in words of 4 rows. A warp puts one word each for 16 or 32 groups of 8 columns and one
-// or two neighbouring word indices: xor-ing the address with twice the column's group spreads them over the banks.
+// A tile's FP8 bytes by column, in words of 4 rows. A warp puts one word each for 16 or 32 groups of 8 columns:
+// xor-ing the address of 16 bytes with the column's group spreads them over the banks, with 2 to 4 words for one.
 template <int kRows, int kCols>
 struct TransposedTile {
   static constexpr int kWords = kRows / 4;
   static constexpr int kSixteens = kRows / 16;
-  static_assert(kRows % 16 == 0 && kCols % 8 == 0 && kCols * kWords % 32 == 0);
+  static_assert(kRows % 32 == 0 && kCols % 8 == 0);
   uint32_t words[kCols * kWords];
 
-  __device__ __forceinline__ static unsigned flip(unsigned col) { return col / 8 % 16 * 2; }
-  __device__ __forceinline__ void put(unsigned col, unsigned word, uint32_t bytes) {
-    words[(col * kWords + word) ^ flip(col)] = bytes;
-  }
-  // Rows 16 s .. 16 s + 15 of a column.
-  __device__ __forceinline__ uint4 get(unsigned col, unsigned s) const {
-    const uint4 q = reinterpret_cast<const uint4*>(words)[(col * kSixteens + s) ^ flip(col) / 4];
-    return flip(col) & 2 ? make_uint4(q.z, q.w, q.x, q.y) : q;
-  }
-  // bytes[half][i]: columns col + 4 * half .. + 3 of row 4 * word + i.
-  __device__ __forceinline__ void put_transposed(int col, int word, const uint32_t (&bytes)[2][4]) {
+  __device__ __forceinline__ static unsigned flip(unsigned col) { return col / 8 % 8 * 4; }
+  // bytes[half][i]: columns col + 4 * half .. + 3 of row 4 * word + i. col is a multiple of 8.
+  __device__ __forceinline__ void put_transposed(unsigned col, unsigned word, const uint32_t (&bytes)[2][4]) {
+    // The bits that flip changes are those of the word and of the column's place among 32 / kWords.
+    constexpr unsigned kTogether = kWords < 32 ? 32 / kWords : 1;
+    uint32_t* const first = words + col * kWords;
+    const unsigned flipped = word ^ flip(col);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t columns[4];
       transpose_bytes(bytes[half], columns);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) put(col + half * 4 + j, word, columns[j]);
+      for (unsigned j = 0; j < 4; ++j) {
+        const unsigned c = half * 4 + j;
+        first[c / kTogether * kTogether * kWords + (flipped ^ c % kTogether * kWords)] = columns[j];
+      }
     }
+  }
+  // Rows 16 s .. 16 s + 15 of a column.
+  __device__ __forceinline__ uint4 get(unsigned col, unsigned s) const {
+    return reinterpret_cast<const uint4*>(words)[(col * kSixteens + s) ^ flip(col) / 4];
   }
   // Stores the tile, whose first value is column col0, row row0 of y_t[cols, rows].
   template <unsigned kThreads>
@@ -112,10 +129,11 @@ struct TransposedTile {
     const int64_t row = row0 + s * 16;
     if (row >= rows) return;
     uint8_t* p = y_t + (col0 + first) * rows + row;
+    const int cols_here = static_cast<int>(min(cols - col0, int64_t{kCols}));
 #pragma unroll
     for (unsigned turn = 0; turn < kCols / kColsATurn; ++turn, p += kColsATurn * rows) {
       const unsigned col = first + turn * kColsATurn;
-      if (col0 + col >= cols) return;
+      if (static_cast<int>(col) >= cols_here) return;
       const uint4 q = get(col, s);
       if (vector) {
         *reinterpret_cast<uint4*>(p) = q;
@@ -135,18 +153,49 @@ struct TransposedTile {
   }
 };
 
-// A Producer gives kOutputs matrices of rows x cols side by side:
-//   Columns columns(int64_t col, int n, bool vector)      what its values need of columns col .. col + n - 1
-//   Raw load(int64_t row, int64_t col, int n, bool vector)  operands of one row there, as they are in memory
+// An operand of a Producer. AnyDtype: its dtype is known at run time only, and 8 of its values are in f32; every other
+// type promises rows of whole, aligned groups of 8 in all operands and in y.
+struct AnyDtype {};
+template <typename T>
+struct Operand {
+  using Raw = Vec8<T>;
+  const void* data;
+  DType dtype;
+
+  __device__ __forceinline__ Raw load(int64_t offset, int, bool) const {
+    return load8(static_cast<const T*>(data) + offset);
+  }
+};
+template <>
+struct Operand<AnyDtype> {
+  using Raw = Vec8<float>;
+  const void* data;
+  DType dtype;
+
+  __device__ __forceinline__ Raw load(int64_t offset, int n, bool vector) const {
+    float v[8];
+    load8(data, dtype, offset, n, vector, v);
+    return round8<float>(v);
+  }
+};
+
+// A Producer of the operand type T gives kOutputs matrices of rows x cols side by side. `before` is the count of
+// values before a row in one of them, row * cols; n of 8 columns from `col` on are there.
+//   Columns columns(int64_t col, int n, bool vector)       what its values need of these columns
+//   Raw load(int64_t row, int64_t before, int64_t col, int n, bool vector)   operands, as they are in memory
 //   void values(Raw, Columns, float (&v)[kOutputs][8])
+// kAhead: the groups of 4 rows, 1 or 2, that a thread loads at once. kBlocks: blocks on a multiprocessor.
 constexpr int kTileSide = 128;
 constexpr int kTileThreads = 256;
 
-template <typename Producer, bool kFp8>
+template <typename Producer, Stored kStored>
 __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(const Producer in, const Result out) {
-  constexpr int kOutputs = Producer::kOutputs;
+  constexpr int kOutputs = Producer::kOutputs, kAhead = Producer::kAhead;
+  constexpr bool kWhole = !std::is_same_v<typename Producer::Type, AnyDtype>;
+  constexpr bool kFp8 = kStored != Stored::kFloat;
   __shared__ __align__(16) TransposedTile<kTileSide, kTileSide> transposed[kFp8 ? kOutputs : 1];
   __shared__ float warp_sums[kOutputs][kTileThreads / 32][kTileSide];
+  __shared__ BlockAmax amax;
 
   // ---- Which tile. Bands of 8 rows of tiles, walked down before across: the blocks that run together then touch
   // ---- long stretches of x and of y_t, and DRAM pages stay open for both.
@@ -161,54 +210,57 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
 
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const int64_t col = col0 + tx * 8;
-  const int n = static_cast<int>(min(static_cast<int64_t>(8), out.cols - col));  // <= 0: nothing to do here
+  const bool vector = kWhole || out.vector;
+  const int n = kWhole ? (col < out.cols ? 8 : 0) : static_cast<int>(min(int64_t{8}, out.cols - col));
+  const int rows_here = n > 0 ? static_cast<int>(min(int64_t{kTileSide}, out.rows - row0)) : 0;  // for this thread
   const float scale = out.scale ? __ldg(out.scale) : 1.f;
   typename Producer::Columns columns = {};
-  if (n > 0) columns = in.columns(col, n, out.vector);
+  if (n > 0) columns = in.columns(col, n, vector);
   float most = 0.f;
   float sums[kOutputs][8] = {};
 
   // ---- Values: row by row through the cast, their bytes turned into shared memory.
 #pragma unroll 1
-  for (int step = 0; step < 2; ++step) {
-    const int64_t row = row0 + step * 64 + ty * 4;
-    typename Producer::Raw raw[4];
-    uint32_t bytes[kOutputs][2][4] = {};
-    if (out.vector) {
+  for (int first = 0; first < 2; first += kAhead) {
+    const int64_t row = row0 + first * 64 + ty * 4, before = row * out.cols;
+    const int rows_left = rows_here - first * 64 - ty * 4;
+    typename Producer::Raw raw[kAhead][4];
+#pragma unroll
+    for (int s = 0; s < kAhead; ++s) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (n > 0 && row + i < out.rows) raw[i] = in.load(row + i, col, n, true);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (n > 0 && row + i < out.rows) raw[i] = in.load(row + i, col, n, false);
+        if (s * 64 + i < rows_left)
+          raw[s][i] = in.load(row + s * 64 + i, before + (s * 64 + i) * out.cols, col, n, vector);
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (n <= 0 || row + i >= out.rows) continue;
-      float v[kOutputs][8];
-      in.values(raw[i], columns, v);
+    for (int s = 0; s < kAhead; ++s) {
+      uint32_t bytes[kOutputs][2][4] = {};
 #pragma unroll
-      for (int o = 0; o < kOutputs; ++o) {
-        if (n < 8) {
+      for (int i = 0; i < 4; ++i) {
+        if (s * 64 + i >= rows_left) continue;
+        float v[kOutputs][8];
+        in.values(raw[s][i], columns, v);
 #pragma unroll
-          for (int j = 0; j < 8; ++j) v[o][j] = j < n ? v[o][j] : 0.f;
+        for (int o = 0; o < kOutputs; ++o) {
+          if (!kWhole && n < 8) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[o][j] = j < n ? v[o][j] : 0.f;
+          }
+          if (out.partials) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sums[o][j] += v[o][j];
+          }
+          const int64_t offset = kOutputs * (before + (s * 64 + i) * out.cols) + o * out.cols + col;
+          const uint2 q = store_result<kStored>(out, offset, scale, v[o], n, vector, most);
+          bytes[o][0][i] = q.x;
+          bytes[o][1][i] = q.y;
         }
-        if (out.partials) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sums[o][j] += v[o][j];
-        }
-        const int64_t offset = ((row + i) * kOutputs + o) * out.cols + col;
-        const uint2 q = store_result<kFp8>(out, offset, scale, v[o], n, most);
-        bytes[o][0][i] = q.x;
-        bytes[o][1][i] = q.y;
       }
-    }
-    if (kFp8 && out.y_t) {
+      if (kFp8 && out.y_t) {
 #pragma unroll
-      for (int o = 0; o < kOutputs; ++o) transposed[o].put_transposed(tx * 8, step * 16 + ty, bytes[o]);
+        for (int o = 0; o < kOutputs; ++o) transposed[o].put_transposed(tx * 8, (first + s) * 16 + ty, bytes[o]);
+      }
     }
   }
   if (out.partials) {
@@ -221,9 +273,11 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
       }
     }
   }
+  amax.note(most);
   __syncthreads();
 
   // ---- What needs the whole tile.
+  amax.merge(out.amax);
   if (kFp8 && out.y_t) {
 #pragma unroll
     for (int o = 0; o < kOutputs; ++o) {
@@ -241,7 +295,6 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
       out.partials[(row_tile * kOutputs + o) * out.cols + col0 + c] = sum;
     }
   }
-  merge_amax(out.amax, most);
 }
 
 // Bytes of Result::partials.
@@ -253,9 +306,15 @@ ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, flo
                         void* workspace = nullptr) {
   out.partials = colsum ? static_cast<float*>(workspace) : nullptr;
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
-  if (out.amax) TE_CUDA_CHECK(cudaMemsetAsync(out.amax, 0, sizeof(float), stream));
   const int64_t blocks = out.row_tiles() * ceil_div(out.cols, kTileSide);
-  const auto kernel = is_fp8(out.dtype) ? store_tiles<Producer, true> : store_tiles<Producer, false>;
+  TE_CUDA_CHECK(prepare_amax(stream, blocks, &out.amax));
+  void (*kernel)(Producer, Result) = store_tiles<Producer, Stored::kFloat>;
+  if constexpr (std::is_same_v<typename Producer::Type, AnyDtype>) {
+    if (is_fp8(out.dtype)) kernel = store_tiles<Producer, Stored::kFp8>;
+  } else {
+    if (out.dtype == DType::F8E4M3FN) kernel = store_tiles<Producer, Stored::kE4M3>;
+    if (out.dtype == DType::F8E5M2) kernel = store_tiles<Producer, Stored::kE5M2>;
+  }
   TE_CUDA_CHECK(launch({blocks, kTileThreads}, stream, kernel, in, out));
   if (colsum) {
     TE_CUDA_CHECK(launch_sum_partials(stream, out.partials, out.row_tiles(), out.cols * Producer::kOutputs, colsum));
@@ -268,7 +327,7 @@ inline Result fp8_or_float_result(Out& y, const In& scale, Out& y_t, Out& amax, 
   out.y = y->untyped_data();
   out.y_t = data_or_null<uint8_t>(y_t);
   out.scale = data_or_null<float>(scale);
-  out.amax = data_or_null<float>(amax);
+  out.amax.value = data_or_null<float>(amax);
   out.dtype = y->element_type();
   out.rows = rows;
   out.cols = cols;

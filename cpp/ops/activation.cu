@@ -7,85 +7,86 @@
 namespace te {
 namespace {
 
-// Which curve is a branch that a block takes as one; only the curves' code, not the tile's, is there six times.
-template <typename F>
-__device__ __forceinline__ void with_device_curve(Curve curve, F&& f) {
-  switch (curve) {
-    case Curve::kGelu: return f(Gelu{});
-    case Curve::kSilu: return f(Silu{});
-    case Curve::kRelu: return f(Relu{});
-    case Curve::kQuickGelu: return f(QuickGelu{});
-    case Curve::kSquaredRelu: return f(SquaredRelu{});
-    default: return f(Sigmoid{});
+// A curve known at compile time, and one that every block branches to, 8 values at a time: 2 instructions a value more.
+template <typename C>
+struct Fixed {
+  template <typename F>
+  __device__ __forceinline__ void with(F&& f) const {
+    f(C{});
   }
-}
-
-template <typename T, bool kGated>
-struct Forward {
-  static constexpr int kOutputs = 1, kBlocks = kGated && sizeof(T) == 4 ? 2 : 3;
-  struct Columns {};
-  struct Raw {
-    Vec8<T> z;
-    Vec8<T> gate;  // unused where the activation has none
-  };
-  const T* z;
-  int64_t cols;
+};
+struct AnyCurve {
   Curve curve;
 
+  template <typename F>
+  __device__ __forceinline__ void with(F&& f) const {
+    switch (curve) {
+      case Curve::kGelu: return f(Gelu{});
+      case Curve::kSilu: return f(Silu{});
+      case Curve::kRelu: return f(Relu{});
+      case Curve::kQuickGelu: return f(QuickGelu{});
+      case Curve::kSquaredRelu: return f(SquaredRelu{});
+      default: return f(Sigmoid{});
+    }
+  }
+};
+
+template <typename T, bool kGated, typename C>
+struct Forward {
+  static constexpr int kOutputs = 1, kAhead = 1, kBlocks = sizeof(T) != 2 ? 2 : kGated ? 3 : 4;
+  using Type = T;
+  struct Columns {};
+  struct Raw {
+    typename Operand<T>::Raw z;
+    typename Operand<T>::Raw gate;  // unused where the activation has none
+  };
+  Operand<T> z;
+  int64_t cols;
+  C curve;
+
   __device__ __forceinline__ Columns columns(int64_t, int, bool) const { return {}; }
-  __device__ __forceinline__ Raw load(int64_t row, int64_t col, int n, bool vector) const {
-    const T* p = z + row * (kGated ? 2 : 1) * cols + col;
+  __device__ __forceinline__ Raw load(int64_t, int64_t before, int64_t col, int n, bool vector) const {
+    const int64_t offset = (kGated ? 2 : 1) * before + col;
     Raw raw;
-    raw.z = vector ? load8(p) : load8(p, n);
-    if constexpr (kGated) raw.gate = vector ? load8(p + cols) : load8(p + cols, n);
+    raw.z = z.load(offset, n, vector);
+    if constexpr (kGated) raw.gate = z.load(offset + cols, n, vector);
     return raw;
   }
   __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const {
-    with_device_curve(curve, [&](auto c) {
+    curve.with([&](auto c) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[0][j] = c.at(raw.z[j]).value * (kGated ? raw.gate[j] : 1.f);
     });
   }
 };
 
-// dy of another dtype than z's is converted as it is loaded.
-struct AnyDtype {};
-
-template <typename T, typename D, bool kGated>
+template <typename T, bool kGated, typename C>
 struct Backward {
-  static constexpr bool kAnyDtype = std::is_same_v<D, AnyDtype>;
-  static constexpr int kOutputs = kGated ? 2 : 1, kBlocks = kGated && sizeof(T) == 4 ? 1 : 2;
+  static constexpr int kOutputs = kGated ? 2 : 1, kAhead = 1;
+  static constexpr int kBlocks = (kGated ? 1 : 2) + (sizeof(T) == 2);
+  using Type = T;
   struct Columns {};
   struct Raw {
-    Vec8<std::conditional_t<kAnyDtype, float, D>> dy;
-    Vec8<T> z;
-    Vec8<T> gate;
+    typename Operand<T>::Raw dy;
+    typename Operand<T>::Raw z;
+    typename Operand<T>::Raw gate;
   };
-  const void* dy;
-  DType dy_dtype;
-  const T* z;
+  Operand<T> dy;
+  Operand<T> z;
   int64_t cols;
-  Curve curve;
+  C curve;
 
   __device__ __forceinline__ Columns columns(int64_t, int, bool) const { return {}; }
-  __device__ __forceinline__ Raw load(int64_t row, int64_t col, int n, bool vector) const {
+  __device__ __forceinline__ Raw load(int64_t, int64_t before, int64_t col, int n, bool vector) const {
+    const int64_t offset = kOutputs * before + col;
     Raw raw;
-    if constexpr (kAnyDtype) {
-      float v[8];
-      load8(dy, dy_dtype, row * cols + col, n, vector, v);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) raw.dy.words[j] = __float_as_uint(v[j]);
-    } else {
-      const D* p = static_cast<const D*>(dy) + row * cols + col;
-      raw.dy = vector ? load8(p) : load8(p, n);
-    }
-    const T* p = z + row * kOutputs * cols + col;
-    raw.z = vector ? load8(p) : load8(p, n);
-    if constexpr (kGated) raw.gate = vector ? load8(p + cols) : load8(p + cols, n);
+    raw.dy = dy.load(before + col, n, vector);
+    raw.z = z.load(offset, n, vector);
+    if constexpr (kGated) raw.gate = z.load(offset + cols, n, vector);
     return raw;
   }
   __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[kOutputs][8]) const {
-    with_device_curve(curve, [&](auto c) {
+    curve.with([&](auto c) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const Point p = c.at(raw.z[j]);
@@ -96,10 +97,18 @@ struct Backward {
   }
 };
 
-// Calls f(T{}, std::bool_constant<gated>{}).
+// Calls f(T{}, std::bool_constant<gated>{}, curve), with AnyDtype where operands differ in dtype or are not whole
+// vectors. The two curves of most models have kernels of their own in bf16.
 template <typename F>
-ffi::Error with_variant(DType dtype, bool gated, F&& f) {
-  return with_float(dtype, [&](auto t) { return gated ? f(t, std::true_type{}) : f(t, std::false_type{}); });
+ffi::Error with_variant(DType dtype, bool vector, const Activation& activation, F&& f) {
+  const auto run = [&](auto t, auto curve) {
+    return activation.gated ? f(t, std::true_type{}, curve) : f(t, std::false_type{}, curve);
+  };
+  const AnyCurve any{activation.curve};
+  if (!vector) return run(AnyDtype{}, any);
+  if (dtype == DType::BF16 && activation.curve == Curve::kGelu) return run(bf16{}, Fixed<Gelu>{});
+  if (dtype == DType::BF16 && activation.curve == Curve::kSilu) return run(bf16{}, Fixed<Silu>{});
+  return with_float(dtype, [&](auto t) { return run(t, any); });
 }
 
 }  // namespace
@@ -112,9 +121,9 @@ ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, Out y, Out y_t, Ou
   const Matrix m = matrix(y, 1);
   Result out = fp8_or_float_result(y, scale, y_t, amax, m.rows, m.cols);
   out.vector = out.vector && aligned(z.untyped_data());
-  return with_variant(z.element_type(), activation.gated, [&](auto t, auto gated) {
-    using T = decltype(t);
-    const Forward<T, decltype(gated)::value> in{static_cast<const T*>(z.untyped_data()), m.cols, activation.curve};
+  return with_variant(z.element_type(), out.vector, activation, [&](auto t, auto gated, auto curve) {
+    const Forward<decltype(t), decltype(gated)::value, decltype(curve)> in{
+        {z.untyped_data(), z.element_type()}, m.cols, curve};
     return launch_tiles(stream, in, out);
   });
 }
@@ -130,14 +139,11 @@ ffi::Error ActivationBwd(cudaStream_t stream, In dy, In z, In scale, Out dz, Out
   if (check.failed()) return check.error();
   Result out = fp8_or_float_result(dz, scale, dz_t, amax, m.rows, m.cols);
   out.vector = out.vector && aligned(z.untyped_data()) && aligned(m.data);
-  return with_variant(z.element_type(), activation.gated, [&](auto t, auto gated) {
-    using T = decltype(t);
-    const auto run = [&](auto d) {
-      const Backward<T, decltype(d), decltype(gated)::value> in{
-          m.data, m.dtype, static_cast<const T*>(z.untyped_data()), m.cols, activation.curve};
-      return launch_tiles(stream, in, out, data_or_null<float>(dbias), workspace->untyped_data());
-    };
-    return m.dtype == z.element_type() ? run(t) : run(AnyDtype{});
+  const bool fast = out.vector && m.dtype == z.element_type();
+  return with_variant(z.element_type(), fast, activation, [&](auto t, auto gated, auto curve) {
+    const Backward<decltype(t), decltype(gated)::value, decltype(curve)> in{
+        {m.data, m.dtype}, {z.untyped_data(), z.element_type()}, m.cols, curve};
+    return launch_tiles(stream, in, out, data_or_null<float>(dbias), workspace->untyped_data());
   });
 }
 

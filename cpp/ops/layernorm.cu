@@ -1,11 +1,11 @@
-// LayerNorm and RMSNorm on CUDA, forward. Bytes a value, with s for x and o for y (1 for FP8); statistics, gamma and
-// beta are a fraction of a percent:
-//   y alone         s + o       rows in the registers of 32 to 512 threads each (norm_rows)
-//   y and y_t       s + 2       strips of 64 or 32 rows in the registers of a cluster of blocks (norm_strips)
-//   what they lack  2 s + o     the statistics first (row_statistics, or norm_rows without y), then the tile kernel
-//                               of tile.cuh: unaligned rows, rows beyond 16384 values, y_t on a GPU without clusters
-// Two passes would be simpler for y_t, but move half as much again; a row-wise kernel alone would store y_t in single
-// bytes. The variance is that of differences from a mean, never a difference of large sums.
+// LayerNorm and RMSNorm on CUDA, forward. Bytes a value, with s for x, o for y (1 for FP8) and t = 1 where a transposed
+// copy is asked for; statistics, gamma and beta are a fraction of a percent:
+//   s + o + t      strips of 32 rows in the registers of a cluster of blocks (norm_strips)
+//   2 s + o + t    what that lacks: unaligned rows, rows beyond 16384 values, GPUs without clusters. The statistics
+//                  first (row_statistics), then the tile kernel of tile.cuh
+// The variance is that of differences from a mean, never a difference of large sums.
+#include <atomic>
+
 #include "core/tile.cuh"
 #include "ops/layernorm.h"
 
@@ -22,264 +22,312 @@ struct Norm {
   bool centered;  // layernorm
 };
 
-__device__ __forceinline__ void normalize(const float (&x)[8], float mean, float rstd, const float (&gamma)[8],
-                                          const float (&beta)[8], float (&y)[8]) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) y[j] = (x[j] - mean) * rstd * gamma[j] + beta[j];
-}
-
-template <typename T>
-__device__ __forceinline__ void unpack(const Vec8<T>& raw, float (&v)[8]) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) v[j] = raw[j];
-}
-
-// ---- y alone: a row a group of threads, each with kVectors times 8 values 8 * kGroup apart.
-
-constexpr int kVectors = 4;
-
-// Sum over a group, which is a part of a warp's block or a whole block; `slots` is used once.
-template <int kGroup>
-__device__ __forceinline__ float group_sum(float x, float* slots) {
-  x = sum_of_lanes(x);
-  if constexpr (kGroup > 32) {
-    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = sum_of_lanes<kGroup / 32>(slots[threadIdx.x % (kGroup / 32)]);
-  }
-  return x;
-}
-
-// Without y: the statistics alone.
-template <typename T, int kGroup, bool kFp8>
-__global__ void __launch_bounds__(kGroup < 128 ? 128 : kGroup) norm_rows(const Norm a, const Result out) {
-  __shared__ float slots[2][16];
-  constexpr int kRows = kGroup < 128 ? 128 / kGroup : 1;
-  const int lane = threadIdx.x % kGroup;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kGroup;
-  const bool live = row < out.rows;  // the same for all of a warp
-  const T* x = static_cast<const T*>(a.x) + row * out.cols;
-  const auto column = [&](int k) { return (k * kGroup + lane) * 8; };
-  const auto here = [&](int k) { return live && column(k) < out.cols; };
-  const float per_column = 1.f / static_cast<float>(out.cols);
-
-  Vec8<T> raw[kVectors];
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) raw[k] = here(k) ? load8(x + column(k)) : Vec8<T>{};
-  float mean = 0.f;
-  if (a.centered) {
-    float sum = 0.f;
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum += raw[k][j];
-    }
-    mean = group_sum<kGroup>(sum, slots[0]) * per_column;
-  }
-  float squares = 0.f;
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float d = raw[k][j] - mean;
-      squares += here(k) ? d * d : 0.f;
-    }
-  }
-  const float rstd = rsqrtf(group_sum<kGroup>(squares, slots[1]) * per_column + a.epsilon);
-  if (live && lane == 0) {
-    if (a.mean) a.mean[row] = mean;
-    a.rstd[row] = rstd;
-  }
-  if (!out.y) return;
-
-  const float scale = out.scale ? __ldg(out.scale) : 1.f;
-  float most = 0.f;
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    if (!here(k)) continue;
-    float v[8], gamma[8], beta[8];
-    a.gamma.get8(column(k), 8, true, gamma);
-    a.beta.get8(column(k), 8, true, beta);
-    unpack(raw[k], v);
-    normalize(v, mean, rstd, gamma, beta, v);
-    store_result<kFp8>(out, row * out.cols + column(k), scale, v, 8, most);
-  }
-  merge_amax(out.amax, most);
-}
-
-// ---- y and y_t: a cluster of blocks holds a strip of rows, each block some columns of it. A row's mean and its sum
-// ---- of squared differences are taken per block, exchanged once, and joined (Chan, Golub and LeVeque, 1979).
+// ---- A cluster of blocks holds a strip of rows, each block some columns of it. A row's mean and its sum of squared
+// ---- differences are taken per block, exchanged once, and joined (Chan, Golub and LeVeque, 1979). The clusters stay
+// ---- and go over all strips, neighbours at the same time: y_t has runs of 32 bytes, of which the L2 cache makes whole
+// ---- lines. While a strip is worked on, the next is copied to shared memory, where a thread reads back only what it
+// ---- copied itself, so that needs no barrier.
 
 constexpr int kStripThreads = 256;
+constexpr int kStripRows = 32;  // 4 a warp
 constexpr int kLargestCluster = 16;
 
-// A thread holds kSteps times 4 rows x 8 columns, 64 registers; kLanes threads lie along a row. 64 rows give runs of
-// 64 bytes in y_t, 32 rows sectors of 32.
-template <typename T, int kLanes>
+// A thread holds kSteps times 4 rows x 8 columns.
+template <typename T, int kSteps>
 struct Strip {
-  static constexpr int kSteps = 8 / sizeof(T);
-  static constexpr int kRows = 4 * kStripThreads / kLanes;
-  static constexpr int kStepCols = 8 * kLanes;
-  static constexpr int kCols = kSteps * kStepCols;
+  static constexpr int kCols = kSteps * 32 * 8;
+  static constexpr int kBlocks = kSteps * sizeof(T) <= 8 ? 2 : 1;  // on a multiprocessor
+  uint4 next[kSteps][4][Vec8<T>::kQuads][kStripThreads];
+  float4 parameters[2][kSteps][2][32];                       // gamma and beta, by lane
+  float2 parts[2][kStripRows][kLargestCluster];              // mean, sum of squared differences; by strip, row, block
+  uint64_t arrived[2];                                       // what the blocks sent to `parts`
+  alignas(16) TransposedTile<kStripRows, kCols> transposed;  // not there without y_t
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define TE_CLUSTERS 1
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// Writes to the same shared variable of another block of the cluster.
-__device__ __forceinline__ void store_to_block(float2* p, int block, float2 value) {
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ uint32_t address_in_block(const void* p, int block) {
   uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(block));
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(block));
+  return address;
+}
+// Writes to the same shared variable of another block of the cluster, and counts the 8 bytes on `arrived` there. A
+// barrier of the cluster would do, but wait for all stores to device memory as well.
+__device__ __forceinline__ void send(float2* p, uint64_t* arrived, int block, float2 value) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                   address_in_block(p, block)),
+               "f"(value.x), "f"(value.y), "r"(address_in_block(arrived, block))
+               : "memory");
+}
+__device__ __forceinline__ void expect_bytes(uint64_t* arrived, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_bytes(uint64_t* arrived, int phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(arrived)),
+      "r"(phase)
+      : "memory");
+}
+
+// Sums over a warp of 4 values a lane: lane l gets the sum of value l / 8. 6 shuffles in place of 20, as each step
+// halves the values that a lane still carries.
+__device__ __forceinline__ float sum_rows(const float (&v)[4]) {
+  const bool upper = threadIdx.x & 16, odd = threadIdx.x & 8;
+  const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(0xffffffffu, upper ? v[0] : v[2], 16);
+  const float b = (upper ? v[3] : v[1]) + __shfl_xor_sync(0xffffffffu, upper ? v[1] : v[3], 16);
+  return sum_of_lanes<8>((odd ? b : a) + __shfl_xor_sync(0xffffffffu, odd ? a : b, 8));
 }
 #endif
 
-template <typename T, int kLanes>
-__global__ void __launch_bounds__(kStripThreads, 2) norm_strips(const Norm a, const Result out, int cluster) {
+template <typename T, int kSteps, Stored kStored>
+__global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
+    norm_strips(const Norm a, const Result out, int cluster) {
 #ifdef TE_CLUSTERS
-  using S = Strip<T, kLanes>;
-  __shared__ __align__(16) TransposedTile<S::kRows, S::kCols> transposed;
-  __shared__ float2 parts[S::kRows][kLargestCluster];  // mean, sum of squared differences; by block of the cluster
-  cluster_arrive();                                    // a block's shared memory may be written once the block runs
+  using S = Strip<T, kSteps>;
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  S& shared = *reinterpret_cast<S*>(shared_memory);
+  __shared__ BlockAmax amax;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&shared.arrived[i])) : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_arrive();  // a block's shared memory may be written once the block runs
 
   const int rank = static_cast<int>(blockIdx.x) % cluster;
-  const int64_t row0 = static_cast<int64_t>(blockIdx.x / cluster) * S::kRows, col0 = int64_t{rank} * S::kCols;
-  const int tx = threadIdx.x % kLanes, ty = threadIdx.x / kLanes;
-  const auto column = [&](int step) { return col0 + step * S::kStepCols + tx * 8; };
-  const auto columns_of = [&](int block) {
-    return static_cast<float>(min(out.cols - int64_t{block} * S::kCols, int64_t{S::kCols}));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, of_lane = lane / 8;
+  const int64_t col0 = int64_t{rank} * S::kCols;
+  const int cols_here = static_cast<int>(min(out.cols - col0, int64_t{S::kCols}));
+  const auto here = [&](int step) { return (step * 32 + lane) * 8 < cols_here; };
+  const float per_column = 1.f / static_cast<float>(out.cols), per_column_here = 1.f / static_cast<float>(cols_here);
+  const int64_t first = blockIdx.x / cluster * kStripRows, stride = gridDim.x / cluster * kStripRows;
+  // Where the 4 rows begin for this thread. Rows beyond the last repeat it: nothing else need know of them.
+  const auto offset = [&](int64_t row0, int i) {
+    return min(row0 + warp * 4 + i, out.rows - 1) * out.cols + col0 + lane * 8;
   };
-
-  // ---- Load, and this block's share of the statistics
-  Vec8<T> raw[S::kSteps][4];
-#pragma unroll
-  for (int step = 0; step < S::kSteps; ++step) {
+  const auto fetch = [&](int64_t row0) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t row = row0 + ty * 4 + i;
-      raw[step][i] = row < out.rows && column(step) < out.cols
-                         ? load8(static_cast<const T*>(a.x) + row * out.cols + column(step))
-                         : Vec8<T>{};
+      const T* x = static_cast<const T*>(a.x) + offset(row0, i);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (!here(step)) continue;
+#pragma unroll
+        for (int q = 0; q < Vec8<T>::kQuads; ++q) {
+          copy_quad(&shared.next[step][i][q][threadIdx.x], x + step * 256 + q * (16 / sizeof(T)));
+        }
+      }
+    }
+  };
+  fetch(first);
+  for (int u = threadIdx.x; u < kSteps * 32 && u * 8 < cols_here; u += kStripThreads) {
+    float v[2][8];
+    a.gamma.get8(col0 + u * 8, 8, true, v[0]);
+    a.beta.get8(col0 + u * 8, 8, true, v[1]);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        shared.parameters[p][u / 32][h][u % 32] =
+            make_float4(v[p][4 * h], v[p][4 * h + 1], v[p][4 * h + 2], v[p][4 * h + 3]);
+      }
     }
   }
-  float2 mine[4];
+  const float scale = out.scale ? __ldg(out.scale) : 1.f;
+  float most = 0.f;
+  cluster_wait();
+
+  int turn = 0;
+  for (int64_t row0 = first; row0 < out.rows; row0 += stride, ++turn) {
+    if (cluster > 1 && threadIdx.x == 0) expect_bytes(&shared.arrived[turn % 2], cluster * kStripRows * sizeof(float2));
+    // ---- Take this strip, ask for the next
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    Vec8<T> raw[kSteps][4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float mean = 0.f;
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        raw[step][i] = {};
+        if (!here(step)) continue;
+#pragma unroll
+        for (int q = 0; q < Vec8<T>::kQuads; ++q) raw[step][i].set_quad(q, shared.next[step][i][q][threadIdx.x]);
+      }
+    }
+    if (row0 + stride < out.rows) fetch(row0 + stride);
+
+    // ---- This block's share of the statistics. From here to the exchange lane l has row l / 8 of the warp's.
+    float mean = 0.f, sums[4];
     if (a.centered) {
 #pragma unroll
-      for (int step = 0; step < S::kSteps; ++step) {
+      for (int i = 0; i < 4; ++i) {
+        sums[i] = 0.f;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) mean += raw[step][i][j];
+        for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sums[i] += raw[step][i][j];
+        }
       }
-      mean = sum_of_lanes<kLanes>(mean) / columns_of(rank);
+      mean = sum_rows(sums) * per_column_here;
     }
-    float squares = 0.f;
-#pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float d = raw[step][i][j] - mean;
-        squares += column(step) < out.cols ? d * d : 0.f;
-      }
-    }
-    mine[i] = {mean, sum_of_lanes<kLanes>(squares)};
-  }
-
-  // ---- Exchange: thread tx of a row tells block tx
-  cluster_wait();
-  if (tx < cluster) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) store_to_block(&parts[ty * 4 + i][rank], tx, mine[i]);
-  }
-  cluster_arrive();
-  cluster_wait();
-  float mean[4], rstd[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 part = tx < cluster ? parts[ty * 4 + i][tx] : float2{0.f, 0.f};
-    const float count = tx < cluster ? columns_of(tx) : 0.f;
-    mean[i] = sum_of_lanes<kLanes>(part.x * count) / static_cast<float>(out.cols);
-    const float d = part.x - mean[i];
-    const float squares = sum_of_lanes<kLanes>(part.y + count * (d * d));
-    rstd[i] = rsqrtf(squares / static_cast<float>(out.cols) + a.epsilon);
-    const int64_t row = row0 + ty * 4 + i;
-    if (rank == 0 && tx == 0 && row < out.rows) {
-      if (a.mean) a.mean[row] = mean[i];
-      a.rstd[row] = rstd[i];
-    }
-  }
-
-  // ---- y, and the strip's bytes for y_t
-  const float scale = __ldg(out.scale);
-  float most = 0.f;
-#pragma unroll
-  for (int step = 0; step < S::kSteps; ++step) {
-    if (column(step) >= out.cols) continue;
-    float gamma[8], beta[8];
-    a.gamma.get8(column(step), 8, true, gamma);
-    a.beta.get8(column(step), 8, true, beta);
-    uint32_t bytes[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t row = row0 + ty * 4 + i;
-      if (row >= out.rows) continue;
-      float v[8];
-      unpack(raw[step][i], v);
-      normalize(v, mean[i], rstd[i], gamma, beta, v);
-      const uint2 q = store_result<true>(out, row * out.cols + column(step), scale, v, 8, most);
-      bytes[0][i] = q.x;
-      bytes[1][i] = q.y;
+      const float of_row = __shfl_sync(0xffffffffu, mean, i * 8);
+      sums[i] = 0.f;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        if (!here(step)) continue;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float d = raw[step][i][j] - of_row;
+          sums[i] += d * d;
+        }
+      }
     }
-    transposed.put_transposed(step * S::kStepCols + tx * 8, ty, bytes);
+    const float2 mine = {mean, sum_rows(sums)};
+
+    // ---- Exchange. A block that is a strip ahead writes to the other half of `parts`; it cannot be two ahead. As all
+    // ---- warps send, this one included, all are done with the last strip's transposed bytes once all have arrived.
+    float2(&parts)[kLargestCluster] = shared.parts[turn % 2][warp * 4 + of_lane];
+    if (cluster > 1) {
+#pragma unroll
+      for (int h = 0; h < kLargestCluster / 8; ++h) {
+        const int block = lane % 8 + h * 8;
+        if (block < cluster) send(&parts[rank], &shared.arrived[turn % 2], block, mine);
+      }
+      wait_for_bytes(&shared.arrived[turn % 2], turn / 2 % 2);
+    } else {  // a launch without clusters must not send
+      if (lane % 8 == 0) parts[0] = mine;
+      __syncthreads();
+    }
+    float2 part[kLargestCluster / 8];
+    float count[kLargestCluster / 8], weighted = 0.f, squares = 0.f;
+#pragma unroll
+    for (int h = 0; h < kLargestCluster / 8; ++h) {
+      const int block = lane % 8 + h * 8;
+      part[h] = block < cluster ? parts[block] : float2{0.f, 0.f};
+      count[h] =
+          block < cluster ? static_cast<float>(min(static_cast<int>(out.cols) - block * S::kCols, S::kCols)) : 0.f;
+      weighted += part[h].x * count[h];
+    }
+    mean = sum_of_lanes<8>(weighted) * per_column;
+#pragma unroll
+    for (int h = 0; h < kLargestCluster / 8; ++h) {
+      const float d = part[h].x - mean;
+      squares += part[h].y + count[h] * (d * d);
+    }
+    const float rstd = rsqrtf(sum_of_lanes<8>(squares) * per_column + a.epsilon);
+    const int64_t row = row0 + warp * 4 + of_lane;
+    if (rank == 0 && lane % 8 == 0 && row < out.rows) {
+      if (a.mean) a.mean[row] = mean;
+      a.rstd[row] = rstd;
+    }
+    float factor[4], shift[4];  // xhat = x * factor + shift
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      factor[i] = __shfl_sync(0xffffffffu, rstd, i * 8);
+      shift[i] = __shfl_sync(0xffffffffu, -mean * rstd, i * 8);
+    }
+
+    // ---- y, and the strip's bytes for y_t
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (!here(step)) continue;
+      float4 parameters[2][2];
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) parameters[p][h] = shared.parameters[p][step][h][lane];
+      }
+      const float gamma[8] = {parameters[0][0].x, parameters[0][0].y, parameters[0][0].z, parameters[0][0].w,
+                              parameters[0][1].x, parameters[0][1].y, parameters[0][1].z, parameters[0][1].w};
+      const float beta[8] = {parameters[1][0].x, parameters[1][0].y, parameters[1][0].z, parameters[1][0].w,
+                             parameters[1][1].x, parameters[1][1].y, parameters[1][1].z, parameters[1][1].w};
+      uint32_t bytes[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float v[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = fmaf(fmaf(raw[step][i][j], factor[i], shift[i]), gamma[j], beta[j]);
+        const uint2 q = store_result<kStored>(out, offset(row0, i) + step * 256, scale, v, 8, true, most);
+        bytes[0][i] = q.x;
+        bytes[1][i] = q.y;
+      }
+      if (kStored != Stored::kFloat && out.y_t) {
+        shared.transposed.put_transposed((step * 32 + lane) * 8, warp, bytes);
+      }
+    }
+    if (kStored != Stored::kFloat && out.y_t) {
+      __syncthreads();
+      shared.transposed.template store<kStripThreads>(out.y_t, col0, row0, out.cols, out.rows, out.vector_t);
+    }
   }
+  amax.note(most);
   __syncthreads();
-  transposed.template store<kStripThreads>(out.y_t, col0, row0, out.cols, out.rows, out.vector_t);
-  merge_amax(out.amax, most);
+  amax.merge(out.amax);
 #endif
 }
 
-// ---- What the above lack: statistics of any row, then a Producer for the tile kernel.
+// ---- What the above lacks: statistics of any row, then a Producer for the tile kernel.
+
+constexpr int kRowThreads = 256;
+
+// Over a block; `slots` is used once.
+__device__ __forceinline__ float sum_of_block(float x, float* slots) {
+  x = sum_of_lanes(x);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+  __syncthreads();
+  return sum_of_lanes<kRowThreads / 32>(slots[threadIdx.x % (kRowThreads / 32)]);
+}
 
 template <typename T>
-__global__ void __launch_bounds__(256) row_statistics(const Norm a, const Result out) {
-  __shared__ float slots[2][8];
+__global__ void __launch_bounds__(kRowThreads) row_statistics(const Norm a, const Result out) {
+  __shared__ float slots[2][kRowThreads / 32];
   const T* x = static_cast<const T*>(a.x) + blockIdx.x * out.cols;
   float mean = 0.f;
   if (a.centered) {
     float sum = 0.f;
-    for (int64_t c = threadIdx.x; c < out.cols; c += 256) sum += load1(x + c);
-    mean = group_sum<256>(sum, slots[0]) / static_cast<float>(out.cols);
+    for (int64_t c = threadIdx.x; c < out.cols; c += kRowThreads) sum += load1(x + c);
+    mean = sum_of_block(sum, slots[0]) / static_cast<float>(out.cols);
   }
   float squares = 0.f;
-  for (int64_t c = threadIdx.x; c < out.cols; c += 256) {
+  for (int64_t c = threadIdx.x; c < out.cols; c += kRowThreads) {
     const float d = load1(x + c) - mean;
     squares += d * d;
   }
-  const float rstd = rsqrtf(group_sum<256>(squares, slots[1]) / static_cast<float>(out.cols) + a.epsilon);
+  const float rstd = rsqrtf(sum_of_block(squares, slots[1]) / static_cast<float>(out.cols) + a.epsilon);
   if (threadIdx.x == 0) {
     if (a.mean) a.mean[blockIdx.x] = mean;
     a.rstd[blockIdx.x] = rstd;
   }
 }
 
-template <typename T>
 struct Normalized {
-  static constexpr int kOutputs = 1, kBlocks = 2;
+  static constexpr int kOutputs = 1, kAhead = 1, kBlocks = 2;
+  using Type = AnyDtype;
   struct Columns {
     float gamma[8];
     float beta[8];
   };
   struct Raw {
-    Vec8<T> x;
+    Vec8<float> x;
     float mean;
     float rstd;
   };
   Norm a;
-  int64_t cols;
+  Operand<AnyDtype> x;
 
   __device__ __forceinline__ Columns columns(int64_t col, int n, bool vector) const {
     Columns c;
@@ -287,64 +335,61 @@ struct Normalized {
     a.beta.get8(col, n, vector, c.beta);
     return c;
   }
-  __device__ __forceinline__ Raw load(int64_t row, int64_t col, int n, bool vector) const {
-    const T* p = static_cast<const T*>(a.x) + row * cols + col;
-    return {vector ? load8(p) : load8(p, n), a.mean ? a.mean[row] : 0.f, a.rstd[row]};
+  __device__ __forceinline__ Raw load(int64_t row, int64_t before, int64_t col, int n, bool vector) const {
+    return {x.load(before + col, n, vector), a.mean ? a.mean[row] : 0.f, a.rstd[row]};
   }
   __device__ __forceinline__ void values(const Raw& raw, const Columns& c, float (&v)[1][8]) const {
-    unpack(raw.x, v[0]);
-    normalize(v[0], raw.mean, raw.rstd, c.gamma, c.beta, v[0]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[0][j] = (raw.x[j] - raw.mean) * raw.rstd * c.gamma[j] + c.beta[j];
   }
 };
 
 // ---- Launching
 
-template <typename T, bool kFp8>
-cudaError_t launch_rows(cudaStream_t stream, const Norm& a, const Result& out) {
-  const auto fits = [&](int group) { return out.cols <= group * kVectors * 8; };
-  if (fits(32)) return launch({ceil_div(out.rows, 4), 128}, stream, norm_rows<T, 32, kFp8>, a, out);
-  if (fits(128)) return launch({out.rows, 128}, stream, norm_rows<T, 128, kFp8>, a, out);
-  if (fits(256)) return launch({out.rows, 256}, stream, norm_rows<T, 256, kFp8>, a, out);
-  return launch({out.rows, 512}, stream, norm_rows<T, 512, kFp8>, a, out);
-}
-
-template <typename T, int kLanes>
-cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out) {
-  using S = Strip<T, kLanes>;
+template <typename T, int kSteps, Stored kStored>
+cudaError_t launch_strips_as(cudaStream_t stream, const Norm& a, const Result& out) {
+  using S = Strip<T, kSteps>;
+  const auto kernel = norm_strips<T, kSteps, kStored>;
   const int cluster = static_cast<int>(ceil_div(out.cols, S::kCols));
-  return launch({ceil_div(out.rows, S::kRows) * cluster, kStripThreads, 0, cluster}, stream, norm_strips<T, kLanes>, a,
-                out, cluster);
+  const int shared_memory = sizeof(S) - (out.y_t ? 0 : sizeof(S::transposed));
+  Launch l{cluster, kStripThreads, shared_memory, cluster};
+  // Of the first device; others of the process are its equals.
+  static std::atomic<int> all_known[2][kLargestCluster + 1];
+  std::atomic<int>& known = all_known[out.y_t != nullptr][cluster];
+  int at_once = known;
+  if (at_once == 0) {
+    if (const cudaError_t error = resident_clusters(l, kernel, &at_once); error != cudaSuccess) return error;
+    if (at_once == 0) return cudaErrorLaunchOutOfResources;
+    known = at_once;
+  }
+  l.blocks *= std::min<int64_t>(at_once, ceil_div(out.rows, kStripRows));
+  return launch(l, stream, kernel, a, out, cluster);
+}
+template <typename T, int kSteps>
+cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out) {
+  if (out.dtype == DType::F8E4M3FN) return launch_strips_as<T, kSteps, Stored::kE4M3>(stream, a, out);
+  if (out.dtype == DType::F8E5M2) return launch_strips_as<T, kSteps, Stored::kE5M2>(stream, a, out);
+  return launch_strips_as<T, kSteps, Stored::kFloat>(stream, a, out);
 }
 
 template <typename T>
-ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, Result out) {
-  if (out.amax) TE_CUDA_CHECK(cudaMemsetAsync(out.amax, 0, sizeof(float), stream));
+ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result out) {
+  TE_CUDA_CHECK(prepare_amax(stream, out.rows * out.cols, &out.amax));
   if (out.rows * out.cols == 0) return ffi::Error::Success();
   out.vector = out.vector && aligned(a.x) && aligned(a.gamma.data) && aligned(a.beta.data);
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
-  const bool rows_fit = out.vector && out.cols <= 512 * kVectors * 8;
-  if (rows_fit && !out.y_t) {
-    TE_CUDA_CHECK(is_fp8(out.dtype) ? launch_rows<T, true>(stream, a, out) : launch_rows<T, false>(stream, a, out));
-    return ffi::Error::Success();
-  }
   if (out.vector && current_device().architecture >= 90) {
-    if (out.cols <= kLargestCluster * Strip<T, 16>::kCols) {
-      TE_CUDA_CHECK((launch_strips<T, 16>(stream, a, out)));
+    if (out.cols <= 8 * Strip<T, 2>::kCols) {
+      TE_CUDA_CHECK((launch_strips<T, 2>(stream, a, out)));
       return ffi::Error::Success();
     }
-    if (out.cols <= kLargestCluster * Strip<T, 32>::kCols) {
-      TE_CUDA_CHECK((launch_strips<T, 32>(stream, a, out)));
+    if (out.cols <= kLargestCluster * Strip<T, 4>::kCols) {
+      TE_CUDA_CHECK((launch_strips<T, 4>(stream, a, out)));
       return ffi::Error::Success();
     }
   }
-  if (rows_fit) {
-    Result statistics = out;
-    statistics.y = nullptr;
-    TE_CUDA_CHECK((launch_rows<T, false>(stream, a, statistics)));
-  } else {
-    TE_CUDA_CHECK(launch({out.rows, 256}, stream, row_statistics<T>, a, out));
-  }
-  return launch_tiles(stream, Normalized<T>{a, out.cols}, out);
+  TE_CUDA_CHECK(launch({out.rows, kRowThreads}, stream, row_statistics<T>, a, out));
+  return launch_tiles(stream, Normalized{a, {a.x, x_dtype}}, out);
 }
 
 ffi::Error run_norm_fwd(cudaStream_t stream, const In& x, const In& gamma, const In* beta, const In& scale, Out& y,
@@ -358,7 +403,7 @@ ffi::Error run_norm_fwd(cudaStream_t stream, const In& x, const In& gamma, const
                rstd->typed_data<float>(),
                attributes.epsilon,
                /*centered=*/beta != nullptr};
-  return with_float(m.dtype, [&](auto t) { return norm_fwd<decltype(t)>(stream, a, out); });
+  return with_float(m.dtype, [&](auto t) { return norm_fwd<decltype(t)>(stream, a, m.dtype, out); });
 }
 
 }  // namespace

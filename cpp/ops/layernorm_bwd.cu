@@ -33,13 +33,6 @@ constexpr int kMaxParts = 256;
 template <typename T>
 constexpr int kStageBytes = 2 * kVectors * 8 * sizeof(T) * kThreads;  // one row of x and of dy for every group
 
-__device__ __forceinline__ void copy_quad(uint4* shared, const void* global) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(global)
-      : "memory");
-}
-
 // Sums of two values over a group of threads. Groups advance independently: a barrier of its own for each.
 template <int kGroup>
 __device__ __forceinline__ float2 group_sums(float2 v, float2* slots) {

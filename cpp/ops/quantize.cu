@@ -12,21 +12,17 @@ namespace {
 
 template <typename T>
 struct Cast {
-  static constexpr int kOutputs = 1, kBlocks = sizeof(T) == 2 ? 4 : 3;
-  using Raw = Vec8<T>;
+  static constexpr int kOutputs = 1, kAhead = 2, kBlocks = sizeof(T) == 2 ? 4 : 2;
+  using Type = T;
+  using Raw = typename Operand<T>::Raw;
   struct Columns {};
-  const T* x;
-  int64_t cols;
+  Operand<T> x;
 
   __device__ __forceinline__ Columns columns(int64_t, int, bool) const { return {}; }
-  __device__ __forceinline__ Raw load(int64_t row, int64_t col, int n, bool vector) const {
-    const T* p = x + row * cols + col;
-    return vector ? load8(p) : load8(p, n);
+  __device__ __forceinline__ Raw load(int64_t, int64_t before, int64_t col, int n, bool vector) const {
+    return x.load(before + col, n, vector);
   }
-  __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[0][j] = raw[j];
-  }
+  __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const { unpack(raw, v[0]); }
 };
 
 // ---- Flat kernels: a thread takes kFlatLoads times 8 values a turn, neighbours 16 bytes apart.
@@ -36,7 +32,7 @@ constexpr int kFlatLoads = 4;
 constexpr int kFlatChunk = kFlatThreads * kFlatLoads * 8;
 
 template <typename T>
-__global__ void __launch_bounds__(kFlatThreads) amax_flat(const T* x, int64_t size, bool vector, float* amax) {
+__global__ void __launch_bounds__(kFlatThreads) amax_flat(const T* x, int64_t size, bool vector, AmaxTarget amax) {
   float most = 0.f;
   for (int64_t chunk = static_cast<int64_t>(blockIdx.x) * kFlatChunk; chunk < size;
        chunk += static_cast<int64_t>(gridDim.x) * kFlatChunk) {
@@ -53,7 +49,10 @@ __global__ void __launch_bounds__(kFlatThreads) amax_flat(const T* x, int64_t si
       for (int j = 0; j < 8; ++j) most = max_abs(most, raw[k][j]);
     }
   }
-  merge_amax(amax, most);
+  __shared__ BlockAmax of_block;
+  of_block.note(most);
+  __syncthreads();
+  of_block.merge(amax);
 }
 
 template <typename T, __nv_fp8_interpretation_t kFormat>
@@ -104,11 +103,11 @@ ffi::Error Quantize(cudaStream_t stream, In x, In scale, Out q, Out q_t, Out ama
   out.y = data_or_null<uint8_t>(q);
   out.dtype = present(q) ? q->element_type() : present(q_t) ? q_t->element_type() : DType::F8E4M3FN;
   out.vector = m.cols % 8 == 0 && aligned(out.y) && aligned(m.data);
-  return with_float(m.dtype, [&](auto t) {
-    using T = decltype(t);
-    return launch_tiles(stream, Cast<T>{m.as<T>(), m.cols}, out, data_or_null<float>(colsum),
+  const auto run = [&](auto t) {
+    return launch_tiles(stream, Cast<decltype(t)>{{m.data, m.dtype}}, out, data_or_null<float>(colsum),
                         workspace->untyped_data());
-  });
+  };
+  return out.vector ? with_float(m.dtype, run) : run(AnyDtype{});
 }
 
 ffi::Error Amax(cudaStream_t stream, In x, Out amax) {
@@ -116,12 +115,12 @@ ffi::Error Amax(cudaStream_t stream, In x, Out amax) {
   check.high_precision("x", x).scalar("amax", *amax);
   if (check.failed()) return check.error();
   const Matrix m = matrix(x, 0);
-  TE_CUDA_CHECK(cudaMemsetAsync(amax->untyped_data(), 0, sizeof(float), stream));
   const int64_t blocks = std::min<int64_t>(ceil_div(m.rows, kFlatChunk), 8 * current_device().multiprocessors);
+  AmaxTarget target{amax->typed_data<float>()};
+  TE_CUDA_CHECK(prepare_amax(stream, blocks, &target));
   return with_float(m.dtype, [&](auto t) {
     using T = decltype(t);
-    TE_CUDA_CHECK(launch({blocks, kFlatThreads}, stream, amax_flat<T>, m.as<T>(), m.rows, aligned(m.data),
-                         amax->typed_data<float>()));
+    TE_CUDA_CHECK(launch({blocks, kFlatThreads}, stream, amax_flat<T>, m.as<T>(), m.rows, aligned(m.data), target));
     return ffi::Error::Success();
   });
 }

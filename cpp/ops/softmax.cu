@@ -74,9 +74,10 @@ struct Denominator {
 constexpr int kVectors = 4;
 template <int kGroup>
 constexpr int kBlock = kGroup < 128 ? 128 : kGroup;
-// Blocks of a multiprocessor. For 16 bits two of the longest rows at least: one loads while the other awaits its sums.
+// Blocks of a multiprocessor, at least: of the largest two, so that one loads while the other awaits its sums. In f32 a
+// row leaves registers for one.
 template <typename T, int kGroup>
-constexpr int kBlocks = (sizeof(T) == 2 ? 1024 : 512) / kBlock<kGroup>;
+constexpr int kBlocks = kGroup == 512 && sizeof(T) == 2 ? 2 : 1;
 
 template <int kGroup>
 struct Place {
@@ -188,12 +189,6 @@ __global__ void __launch_bounds__(kBlock<kGroup>, kBlocks<T, kGroup>) softmax_gr
   }
   const float dot = reduce_group<kGroup>(sum, Sum(), slots);
   if (!live) return;
-  // Widened values would need twice the registers across the sum: the compiler must not know what it widened.
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-#pragma unroll
-    for (int i = 0; i < 4 * Vec8<T>::kQuads; ++i) asm("" : "+r"(dy[k].words[i]), "+r"(y[k].words[i]));
-  }
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int n = scores_left(at.column(k), end);

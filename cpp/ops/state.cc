@@ -1,39 +1,49 @@
 // Scales and amax histories on the CPU: a few hundred numbers, one thread.
 #include "ops/state.h"
 
+#include <algorithm>
+
 namespace te {
 
 ffi::Error UpdateState(In reports, In scale, In history, Out scale_out, Out history_out, StateAttributes attributes) {
-  Check check = check_states("te_update_state", scale, history, scale_out, history_out);
-  check.dtype("reports", reports, DType::F32).axes("reports", reports, 1);
+  const Check check = check_update(reports, scale, history, scale_out, history_out);
   if (check.failed()) return check.error();
   const Matrix r = matrix(reports, 1), h = matrix(history, 1);
-  if (check.that(r.rows == h.rows, "reports", "one row for each state", describe(reports)).failed())
-    return check.error();
-  for (int64_t i = 0; i < h.rows; ++i) {
-    const float* row = r.as<float>() + i * r.cols;
+  for (int64_t state = 0; state < h.rows; ++state) {
+    const float* report = r.as<float>() + state * r.cols;
+    const float* old = h.as<float>() + state * h.cols;
+    float* next = history_out->typed_data<float>() + state * h.cols;
     float amax = 0.f;
     for (int64_t bin = 0; bin < r.cols; ++bin) {
-      const float edge = bin_edge(static_cast<int>(bin), static_cast<int>(r.cols));
-      amax = larger(amax, row[bin] < edge ? row[bin] : edge);
+      amax = larger(amax, std::min(report[bin], bin_edge(static_cast<int>(bin), static_cast<int>(r.cols))));
     }
-    update_state(amax, scale.typed_data<float>()[i], h.as<float>() + i * h.cols, h.cols, attributes,
-                 scale_out->typed_data<float>() + i, history_out->typed_data<float>() + i * h.cols);
+    float window = amax;
+    for (int64_t i = 1; i < h.cols; ++i) {
+      if (!attributes.most_recent) window = larger(window, old[i]);
+      next[(i + 1) % h.cols] = old[i];
+    }
+    next[newest_of(h.cols)] = amax;
+    scale_out->typed_data<float>()[state] = next_scale(window, scale.typed_data<float>()[state], attributes);
   }
   return ffi::Error::Success();
 }
 
 ffi::Error MendState(In scale, In history, In uses, Out scale_out, Out scale_inv, Out history_out,
                      StateAttributes attributes) {
-  Check check = check_states("te_mend_state", scale, history, scale_out, history_out);
-  check.dtype("uses", uses, DType::F32).size("uses", uses, states_of(scale), 1);
-  check.dtype("scale_inv", *scale_inv, DType::F32).size("scale_inv", *scale_inv, states_of(scale), 1);
+  const Check check = check_mend(scale, history, uses, scale_out, scale_inv, history_out);
   if (check.failed()) return check.error();
   const Matrix h = matrix(history, 1);
-  for (int64_t i = 0; i < h.rows; ++i) {
-    mend_state(scale.typed_data<float>()[i], h.as<float>() + i * h.cols, h.cols, uses.typed_data<float>()[i],
-               attributes, scale_out->typed_data<float>() + i, scale_inv->typed_data<float>() + i,
-               history_out->typed_data<float>() + i * h.cols);
+  for (int64_t state = 0; state < h.rows; ++state) {
+    const float n = larger(uses.typed_data<float>()[state], 1.f);
+    float window = 0.f;
+    for (int64_t i = 0; i < h.cols; ++i) {
+      const float amax = mended_amax(h.as<float>()[state * h.cols + i], i, h.cols, n);
+      history_out->typed_data<float>()[state * h.cols + i] = amax;
+      if (!attributes.most_recent || i == newest_of(h.cols)) window = larger(window, amax);
+    }
+    const float mended = mended_scale(scale.typed_data<float>()[state], n, window, attributes);
+    scale_out->typed_data<float>()[state] = mended;
+    scale_inv->typed_data<float>()[state] = 1.f / mended;
   }
   return ffi::Error::Success();
 }

@@ -56,29 +56,18 @@ TE_EVERYWHERE float next_scale(float amax, float old_scale, const StateAttribute
 
 TE_EVERYWHERE float larger(float a, float b) { return a > b ? a : b; }
 
-// One state: amax_of_reports has been reduced already. `next` may be `history` itself only if H is 1.
-TE_EVERYWHERE void update_state(float amax, float scale, const float* history, int64_t length, const StateAttributes& a,
-                                float* next_scale_out, float* next) {
-  float largest = amax;
-  for (int64_t i = 1; i < length; ++i) largest = larger(largest, history[i]);
-  *next_scale_out = next_scale(a.most_recent ? amax : largest, scale, a);
-  next[1 % length] = amax;
-  for (int64_t i = 1; i < length; ++i) next[(i + 1) % length] = history[i];
+// The slot of a stored history that the last step filled.
+TE_EVERYWHERE int64_t newest_of(int64_t length) { return 1 % length; }
+
+// Slot i of the history in a sum of n states: all but the newest amax are n times what they were.
+TE_EVERYWHERE float mended_amax(float amax, int64_t i, int64_t length, float n) {
+  return i == newest_of(length) ? amax : amax / n;
 }
 
-TE_EVERYWHERE void mend_state(float scale, const float* history, int64_t length, float uses, const StateAttributes& a,
-                              float* scale_out, float* scale_inv, float* next) {
-  const float n = larger(uses, 1.f);
-  const int64_t newest = 1 % length;
-  float largest = 0.f;
-  for (int64_t i = 0; i < length; ++i) {
-    next[i] = i == newest ? history[i] : history[i] / n;
-    largest = larger(largest, next[i]);
-  }
-  float mended = finite_positive(scale) ? scale / n : 1.f;
-  if (n > 1.f) mended = next_scale(a.most_recent ? next[newest] : largest, mended, a);
-  *scale_out = mended;
-  *scale_inv = 1.f / mended;
+// The scale of a sum of n states whose window holds this amax, or of none.
+TE_EVERYWHERE float mended_scale(float scale, float n, float window, const StateAttributes& a) {
+  const float last = finite_positive(scale) ? scale / n : 1.f;
+  return n > 1.f ? next_scale(window, last, a) : last;
 }
 
 TE_EVERYWHERE float current_scale(float amax, const CurrentScaleAttributes& a) {
@@ -111,6 +100,21 @@ inline Check check_states(const char* op, const In& scale, const In& history, Ou
   check.that(h.rows == states_of(scale), "history", "one row for each scale " + describe(scale), describe(history));
   check.dtype("scale_out", *scale_out, DType::F32).size("scale_out", *scale_out, h.rows, 1);
   return check.dtype("history_out", *history_out, DType::F32).size("history_out", *history_out, h.rows, h.cols);
+}
+
+inline Check check_update(const In& reports, const In& scale, const In& history, Out& scale_out, Out& history_out) {
+  Check check = check_states("te_update_state", scale, history, scale_out, history_out);
+  check.dtype("reports", reports, DType::F32).axes("reports", reports, 1);
+  if (check.failed()) return check;
+  return check.that(matrix(reports, 1).rows == states_of(scale), "reports", "one row for each state",
+                    describe(reports));
+}
+
+inline Check check_mend(const In& scale, const In& history, const In& uses, Out& scale_out, Out& scale_inv,
+                        Out& history_out) {
+  Check check = check_states("te_mend_state", scale, history, scale_out, history_out);
+  check.dtype("uses", uses, DType::F32).size("uses", uses, states_of(scale), 1);
+  return check.dtype("scale_inv", *scale_inv, DType::F32).size("scale_inv", *scale_inv, states_of(scale), 1);
 }
 
 }  // namespace te

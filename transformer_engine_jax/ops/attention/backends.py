@@ -25,21 +25,14 @@ def attention_backend(
     mask=None,
     bias=None,
     dropout_key=None,
-    verified_only: bool = True,
 ) -> tuple[str, str]:
     """("cudnn" or "reference", why): a function of platform, shapes, dtypes and options alone.
 
-    Args:
-      as dot_product_attention's; only the shapes and dtypes of arrays are looked at.
-      verified_only: leave out what this library has not yet checked against its reference on a GPU
-        (tests/ops/test_attention_backends.py does).
+    Arguments are dot_product_attention's; only the shapes and dtypes of arrays are looked at.
     """
     for cannot, why in _limits_of_cudnn(options, query, key, value, sequence_descriptor, mask, bias, dropout_key):
         if cannot:
             return "reference", why
-    form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
-    if verified_only and (form != "plain" or bias is not None):
-        return "reference", "cuDNN's masks, lengths, packed sequences and biases await verification on a GPU"
     return "cudnn", "cuDNN's flash attention has all that is asked for"
 
 
@@ -98,7 +91,7 @@ def visibility_form(options: Attention, q_len: int, k_len: int, sequences: Seque
     if options.bottom_right and (sequences is not None or q_len != k_len):
         return "mask"
     if sequences is None:
-        return "mask" if left >= 0 and q_len > k_len + left else "plain"  # the last queries would see nothing
+        return "mask" if left >= 0 and q_len > k_len else "plain"  # cuDNN's windows need as many keys as queries
     if sequences.segment_ids is not None:
         return "mask"
     several = any(n.ndim == 2 and n.shape[1] > 1 for n in sequences.seqlens)
