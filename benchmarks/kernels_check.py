@@ -138,16 +138,18 @@ def norm_fwd(rows, cols, kind="layernorm", dtype=BF16, out=E4M3, y_t=False, gamm
     return Case(name, call, operands, reference, scale=len(operands) - 1 if fp8 else None)
 
 
-def norm_bwd(rows, cols, kind="layernorm", dtype=BF16, dy_dtype=None, gamma=F32) -> Case:
+def norm_bwd(rows, cols, kind="layernorm", dtype=BF16, dy_dtype=None, gamma=F32, residual=False) -> Case:
     centered = kind == "layernorm"
 
-    def reference(dy, x, gamma, *statistics):
+    def reference(dy, x, gamma, *others):
+        *statistics, past = others
         dy, x = dy.astype(np.float64), x.astype(np.float64)
         mean = statistics[0].astype(np.float64)[:, None] if centered else 0.0
         rstd = statistics[-1].astype(np.float64)[:, None]
         xhat, wdy = (x - mean) * rstd, dy * (gamma.astype(np.float64) + 1)
         dx = wdy - xhat * (wdy * xhat).mean(1, keepdims=True)
         dx = rstd * (dx - wdy.mean(1, keepdims=True) if centered else dx)
+        dx += past.astype(np.float64) if residual else 0.0
         return (dx, (dy * xhat).sum(0)) + ((dy.sum(0),) if centered else ())
 
     parameters = 2 if centered else 1
@@ -158,8 +160,9 @@ def norm_bwd(rows, cols, kind="layernorm", dtype=BF16, dy_dtype=None, gamma=F32)
         {"zero_centered_gamma": True},
         8 * cols * min(rows, 256),
     )
-    name = f"{kind}_bwd {dtype}{f' dy {dy_dtype}' if dy_dtype else ''}"
-    return Case(name, call, operands + [((rows,), F32)] * parameters, reference)
+    name = f"{kind}_bwd {dtype}{f' dy {dy_dtype}' if dy_dtype else ''}{' +residual' if residual else ''}"
+    operands += [*[((rows,), F32)] * parameters, residual and ((rows, cols), dtype)]
+    return Case(name, call, operands, reference)
 
 
 def sigmoid(x):
@@ -280,6 +283,7 @@ def checked_cases():
             yield norm_fwd(rows, cols, kind)
             yield norm_fwd(rows, cols, kind, y_t=True)
             yield norm_bwd(rows, cols, kind)
+            yield norm_bwd(rows, cols, kind, residual=True)
         yield norm_fwd(rows, cols, dtype=F32, y_t=True)
         yield activation_fwd(rows, cols)
         yield activation_fwd(rows, cols, "silu_linear")
@@ -331,6 +335,7 @@ def timed_cases():
             yield norm_fwd(rows, cols, kind)
             yield norm_fwd(rows, cols, kind, y_t=True)
             yield norm_bwd(rows, cols, kind)
+            yield norm_bwd(rows, cols, kind, residual=True)
         yield activation_fwd(rows, cols, out=BF16)
         for name in ("gelu", "silu_linear"):
             yield activation_fwd(rows, cols, name)

@@ -98,8 +98,9 @@ ffi::Error forward(ffi::ThreadPool& pool, const In& x, const In& gamma, const fl
 
 template <bool kCentred>
 ffi::Error backward(ffi::ThreadPool& pool, const In& dy, const In& x, const In& gamma, const float* mean,
-                    const float* rstd, Out& dx, float* dgamma, float* dbeta, NormBwdAttributes attributes) {
-  const FloatRows cotangent(dy, 1), input(x, 1);
+                    const float* rstd, const In& residual, Out& dx, float* dgamma, float* dbeta,
+                    NormBwdAttributes attributes) {
+  const FloatRows cotangent(dy, 1), input(x, 1), past(absent(residual) ? dy : residual, 1);
   const std::vector<float> g = parameter(gamma, attributes.zero_centered_gamma);
   const RowsResult result{matrix(dx, 1), 1.f, nullptr, nullptr, nullptr};
   ColumnSums dgammas(result.y.rows, result.y.cols), dbetas(kCentred ? result.y.rows : 0, result.y.cols);
@@ -107,6 +108,7 @@ ffi::Error backward(ffi::ThreadPool& pool, const In& dy, const In& x, const In& 
     const Statistics s{kCentred ? mean[row] : 0.f, rstd[row]};
     gradient_row<kCentred>(cotangent.at(row, scratch), input.at(row, values), s, g.data(), values, dgammas.at(row),
                            kCentred ? dbetas.at(row) : nullptr, input.cols());
+    if (!absent(residual)) add_row(past.at(row, scratch), values, input.cols());
   });
   dgammas.total(dgamma);
   if constexpr (kCentred) dbetas.total(dbeta);
@@ -133,20 +135,20 @@ ffi::Error RmsNormFwd(ffi::ThreadPool pool, In x, In gamma, In scale, Out y, Out
                         rstd->typed_data<float>(), attributes);
 }
 
-ffi::Error LayerNormBwd(ffi::ThreadPool pool, In dy, In x, In gamma, In mean, In rstd, Out dx, Out dgamma, Out dbeta,
-                        NormBwdAttributes attributes) {
-  const Check check = check_layernorm_bwd(dy, x, gamma, mean, rstd, dx, dgamma, dbeta);
+ffi::Error LayerNormBwd(ffi::ThreadPool pool, In dy, In x, In gamma, In mean, In rstd, In residual, Out dx, Out dgamma,
+                        Out dbeta, NormBwdAttributes attributes) {
+  const Check check = check_layernorm_bwd(dy, x, gamma, mean, rstd, residual, dx, dgamma, dbeta);
   if (check.failed()) return check.error();
-  return backward<true>(pool, dy, x, gamma, mean.typed_data<float>(), rstd.typed_data<float>(), dx,
+  return backward<true>(pool, dy, x, gamma, mean.typed_data<float>(), rstd.typed_data<float>(), residual, dx,
                         dgamma->typed_data<float>(), dbeta->typed_data<float>(), attributes);
 }
 
-ffi::Error RmsNormBwd(ffi::ThreadPool pool, In dy, In x, In gamma, In rstd, Out dx, Out dgamma,
+ffi::Error RmsNormBwd(ffi::ThreadPool pool, In dy, In x, In gamma, In rstd, In residual, Out dx, Out dgamma,
                       NormBwdAttributes attributes) {
-  const Check check = check_rmsnorm_bwd(dy, x, gamma, rstd, dx, dgamma);
+  const Check check = check_rmsnorm_bwd(dy, x, gamma, rstd, residual, dx, dgamma);
   if (check.failed()) return check.error();
-  return backward<false>(pool, dy, x, gamma, nullptr, rstd.typed_data<float>(), dx, dgamma->typed_data<float>(),
-                         nullptr, attributes);
+  return backward<false>(pool, dy, x, gamma, nullptr, rstd.typed_data<float>(), residual, dx,
+                         dgamma->typed_data<float>(), nullptr, attributes);
 }
 
 }  // namespace te

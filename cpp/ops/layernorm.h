@@ -4,12 +4,13 @@
 //   layernorm_fwd: x[rows, K], gamma[K], beta[K], scale f32[]? -> y[rows, K], y_t[K, rows]?, mean f32[rows],
 //                  rstd f32[rows], amax f32[]?         y = (x - mean) * rstd * g + beta
 //   rmsnorm_fwd:   the same without beta and mean      y = x * rstd * g
-//   layernorm_bwd: dy[rows, K], x, gamma, mean, rstd -> dx[rows, K], dgamma f32[K], dbeta f32[K]
+//   layernorm_bwd: dy[rows, K], x, gamma, mean, rstd, residual[rows, K]? -> dx[rows, K], dgamma f32[K], dbeta f32[K]
 //   rmsnorm_bwd:   the same without mean and dbeta
 //
 // g is gamma, or 1 + gamma where gamma is stored zero-centred. rstd = 1 / sqrt(variance + epsilon), or of the
 // mean square for rmsnorm. All arithmetic is in f32. With xhat = (x - mean) * rstd and wdy = dy * g,
-// dx = rstd * (wdy - mean_K(wdy) - xhat * mean_K(wdy * xhat)), without the middle term for rmsnorm.
+// dx = rstd * (wdy - mean_K(wdy) - xhat * mean_K(wdy * xhat)) + residual, without the middle term for rmsnorm. The
+// residual is the gradient that reaches x past the norm.
 #pragma once
 
 #include "core/result.h"
@@ -55,21 +56,22 @@ inline Check check_layernorm_fwd(const In& x, const In& gamma, const In& beta, c
   return check.high_precision("beta", beta).size("beta", beta, 1, matrix(x, 1).cols);
 }
 
-inline Check check_rmsnorm_bwd(const In& dy, const In& x, const In& gamma, const In& rstd, Out& dx, Out& dgamma,
-                               const char* op = "te_rmsnorm_bwd") {
+inline Check check_rmsnorm_bwd(const In& dy, const In& x, const In& gamma, const In& rstd, const In& residual, Out& dx,
+                               Out& dgamma, const char* op = "te_rmsnorm_bwd") {
   Check check(op);
   const int64_t k = check_norm_input(check, x, gamma);
   if (check.failed()) return check;
   const int64_t rows = matrix(x, 1).rows;
   check_row_statistic(check, "rstd", rstd, rows);
   check.high_precision("dy", dy).size("dy", dy, rows, k);
+  if (!absent(residual)) check.dtype("residual", residual, x.element_type()).size("residual", residual, rows, k);
   check.dtype("dx", *dx, x.element_type()).size("dx", *dx, rows, k);
   return check.dtype("dgamma", *dgamma, DType::F32).size("dgamma", *dgamma, 1, k);
 }
 
-inline Check check_layernorm_bwd(const In& dy, const In& x, const In& gamma, const In& mean, const In& rstd, Out& dx,
-                                 Out& dgamma, Out& dbeta) {
-  Check check = check_rmsnorm_bwd(dy, x, gamma, rstd, dx, dgamma, "te_layernorm_bwd");
+inline Check check_layernorm_bwd(const In& dy, const In& x, const In& gamma, const In& mean, const In& rstd,
+                                 const In& residual, Out& dx, Out& dgamma, Out& dbeta) {
+  Check check = check_rmsnorm_bwd(dy, x, gamma, rstd, residual, dx, dgamma, "te_layernorm_bwd");
   if (check.failed()) return check;
   check_row_statistic(check, "mean", mean, matrix(x, 1).rows);
   return check.dtype("dbeta", *dbeta, DType::F32).size("dbeta", *dbeta, 1, matrix(x, 1).cols);

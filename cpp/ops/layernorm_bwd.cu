@@ -1,8 +1,9 @@
 // LayerNorm and RMSNorm on CUDA, backward: dx by rows, and dgamma and dbeta by columns from the same read of x and dy.
-// With s bytes for x, dy and dx each, 3 s bytes a value. One block a multiprocessor goes over its share of the rows and
-// keeps the column sums of them in registers; their partial sums, 8 bytes a column and block, are 2 % more at 16384
-// rows, and one more launch adds them up. A row waits for its two sums over K, so the rows to come are copied to shared
-// memory meanwhile; a thread reads back only what it copied itself, so that needs no barrier.
+// With s bytes for x, dy and dx each, 3 s bytes a value, and s more for a residual. One block a multiprocessor goes
+// over its share of the rows and keeps the column sums of them in registers; their partial sums, 8 bytes a column and
+// block, are 2 % more at 16384 rows, and one more launch adds them up. A row waits for its two sums over K, so the rows
+// to come are copied to shared memory meanwhile; a thread reads back only what it copied itself, so that needs no
+// barrier.
 //
 // Rows that are no multiple of 8, too long, or of two dtypes take a plain path of two kernels, 5 s bytes a value.
 #include "core/cuda.cuh"
@@ -18,6 +19,7 @@ struct NormBackward {
   Parameter gamma;
   const float* mean;  // absent for rmsnorm
   const float* rstd;
+  const void* residual;  // may be absent
   void* dx;
   float* dgamma;
   float* dbeta;     // absent for rmsnorm
@@ -31,7 +33,7 @@ constexpr int kVectors = 4;  // times 8 values a thread
 constexpr int kMaxParts = 256;
 
 template <typename T>
-constexpr int kStageBytes = 2 * kVectors * 8 * sizeof(T) * kThreads;  // one row of x and of dy for every group
+constexpr int kOperandBytes = kVectors * 8 * sizeof(T) * kThreads;  // one row for every group
 
 // Sums of two values over a group of threads. Groups advance independently: a barrier of its own for each.
 template <int kGroup>
@@ -48,18 +50,19 @@ __device__ __forceinline__ float2 group_sums(float2 v, float2* slots) {
   return v;
 }
 
-template <typename T, int kGroup>
+// kOperands: x and dy, and the residual if there is one.
+template <typename T, int kGroup, int kOperands>
 __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward a, int stages) {
   constexpr int kGroups = kThreads / kGroup;
   constexpr int kQuads = Vec8<T>::kQuads;
-  extern __shared__ uint4 ring[];  // [stage][x | dy][vector][quad][thread]
+  extern __shared__ uint4 ring[];  // [stage][x | dy | residual][vector][quad][thread]
   __shared__ float2 slots[2][kThreads / 32];
   const int group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kGroups;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups + group;
   const auto column = [&](int k) { return (k * kGroup + lane) * 8; };
   const auto slot = [&](int stage, int operand, int k, int quad) {
-    return ring + (((stage * 2 + operand) * kVectors + k) * kQuads + quad) * kThreads + threadIdx.x;
+    return ring + (((stage * kOperands + operand) * kVectors + k) * kQuads + quad) * kThreads + threadIdx.x;
   };
   const auto fetch = [&](int64_t row, int stage) {
     if (row < a.rows) {
@@ -71,6 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
           const int64_t offset = row * a.cols + column(k) + q * (16 / sizeof(T));
           copy_quad(slot(stage, 0, k, q), static_cast<const T*>(a.x) + offset);
           copy_quad(slot(stage, 1, k, q), static_cast<const T*>(a.dy) + offset);
+          if constexpr (kOperands == 3) copy_quad(slot(stage, 2, k, q), static_cast<const T*>(a.residual) + offset);
         }
       }
     }
@@ -101,6 +105,8 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
     // The copies of this row have landed; the younger ones may be under way.
     if (stages >= 3) {
       asm volatile("cp.async.wait_group 2;" ::: "memory");
+    } else if (stages == 2) {
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
     } else {
       asm volatile("cp.async.wait_group 0;" ::: "memory");
     }
@@ -129,6 +135,11 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
       for (int j = 0; j < 8; ++j) {
         const float xhat = (x[j] - mean) * rstd;
         dx[j] = rstd * (dy[j] * gamma[k][j] - of_wdy - xhat * of_product);
+      }
+      if constexpr (kOperands == 3) {
+        const Vec8<T> past = read(stage, 2, k);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) dx[j] += past[j];
       }
       store8(static_cast<T*>(a.dx) + row * a.cols + column(k), round8<T>(dx), 8, true);
     }
@@ -187,7 +198,8 @@ __global__ void __launch_bounds__(kThreads) norm_bwd_dx(const NormBackward a) {
   for (int64_t c = threadIdx.x; c < a.cols; c += kThreads) {
     float xhat, wdy;
     at(c, xhat, wdy);
-    store1(static_cast<T*>(a.dx) + row * a.cols + c, rstd * (wdy - of_wdy - xhat * of_product));
+    const float past = a.residual ? load1(static_cast<const T*>(a.residual) + row * a.cols + c) : 0.f;
+    store1(static_cast<T*>(a.dx) + row * a.cols + c, rstd * (wdy - of_wdy - xhat * of_product) + past);
   }
 }
 
@@ -217,26 +229,33 @@ __global__ void __launch_bounds__(256) norm_bwd_columns(const NormBackward a, in
 
 // ---- Launching
 
-template <typename T, int kGroup>
+int room_for_stages() { return current_device().block_shared_memory - 1024; }
+
+template <typename T, int kOperands, int kGroup>
 cudaError_t launch_rows(cudaStream_t stream, const NormBackward& a, int64_t& parts) {
-  const Device& device = current_device();
-  const int room = device.block_shared_memory - 1024;
-  const int stages = std::min(3, room / kStageBytes<T>);
-  parts = std::min<int64_t>({ceil_div(a.rows, kThreads / kGroup), device.multiprocessors, kMaxParts});
-  return launch({parts, kThreads, stages * kStageBytes<T>}, stream, norm_bwd_rows<T, kGroup>, a, stages);
+  constexpr int kStageBytes = kOperands * kOperandBytes<T>;
+  const int stages = std::min(3, room_for_stages() / kStageBytes);
+  parts = std::min<int64_t>({ceil_div(a.rows, kThreads / kGroup), current_device().multiprocessors, kMaxParts});
+  return launch({parts, kThreads, stages * kStageBytes}, stream, norm_bwd_rows<T, kGroup, kOperands>, a, stages);
+}
+
+template <typename T, int kOperands>
+cudaError_t launch_rows(cudaStream_t stream, const NormBackward& a, int64_t& parts) {
+  const auto fits = [&](int group) { return a.cols <= group * kVectors * 8; };
+  return fits(32)    ? launch_rows<T, kOperands, 32>(stream, a, parts)
+         : fits(128) ? launch_rows<T, kOperands, 128>(stream, a, parts)
+         : fits(256) ? launch_rows<T, kOperands, 256>(stream, a, parts)
+                     : launch_rows<T, kOperands, kThreads>(stream, a, parts);
 }
 
 template <typename T>
 ffi::Error norm_bwd(cudaStream_t stream, const NormBackward& a, bool same_dtype) {
-  const bool vector = a.cols % 8 == 0 && aligned(a.x) && aligned(a.dy) && aligned(a.dx) && aligned(a.gamma.data);
-  const bool ring_fits = current_device().block_shared_memory - 1024 >= kStageBytes<T>;
-  const auto fits = [&](int group) { return a.cols <= group * kVectors * 8; };
+  const bool vector =
+      a.cols % 8 == 0 && aligned(a.x) && aligned(a.dy) && aligned(a.dx) && aligned(a.gamma.data) && aligned(a.residual);
+  const bool ring_fits = room_for_stages() >= (a.residual ? 3 : 2) * kOperandBytes<T>;
   int64_t parts = 0;
-  if (vector && same_dtype && ring_fits && fits(kThreads)) {
-    TE_CUDA_CHECK(fits(32)    ? launch_rows<T, 32>(stream, a, parts)
-                  : fits(128) ? launch_rows<T, 128>(stream, a, parts)
-                  : fits(256) ? launch_rows<T, 256>(stream, a, parts)
-                              : launch_rows<T, 512>(stream, a, parts));
+  if (vector && same_dtype && ring_fits && a.cols <= kThreads * kVectors * 8) {
+    TE_CUDA_CHECK(a.residual ? launch_rows<T, 3>(stream, a, parts) : launch_rows<T, 2>(stream, a, parts));
   } else {
     TE_CUDA_CHECK(launch({a.cols ? a.rows : 0, kThreads}, stream, norm_bwd_dx<T>, a));
     parts = std::min<int64_t>(ceil_div(a.rows, 64), kMaxParts);
@@ -247,8 +266,8 @@ ffi::Error norm_bwd(cudaStream_t stream, const NormBackward& a, bool same_dtype)
 }
 
 ffi::Error run_norm_bwd(cudaStream_t stream, Check& check, const In& dy, const In& x, const In& gamma,
-                        const float* mean, const In& rstd, Out& dx, Out& dgamma, float* dbeta, Out& workspace,
-                        const NormBwdAttributes& attributes) {
+                        const float* mean, const In& rstd, const In& residual, Out& dx, Out& dgamma, float* dbeta,
+                        Out& workspace, const NormBwdAttributes& attributes) {
   if (check.failed()) return check.error();
   const Matrix m = matrix(x, 1);
   check_workspace(check, workspace, 4 * m.cols * std::min<int64_t>(m.rows, kMaxParts) * (dbeta ? 2 : 1));
@@ -259,6 +278,7 @@ ffi::Error run_norm_bwd(cudaStream_t stream, Check& check, const In& dy, const I
                        {gamma.untyped_data(), gamma.element_type(), attributes.zero_centered_gamma ? 1.f : 0.f},
                        mean,
                        rstd.typed_data<float>(),
+                       absent(residual) ? nullptr : residual.untyped_data(),
                        dx->untyped_data(),
                        dgamma->typed_data<float>(),
                        dbeta,
@@ -272,17 +292,17 @@ ffi::Error run_norm_bwd(cudaStream_t stream, Check& check, const In& dy, const I
 }  // namespace
 
 // Workspace of both: 8 * K * min(rows, 256) bytes (rmsnorm needs half).
-ffi::Error LayerNormBwd(cudaStream_t stream, In dy, In x, In gamma, In mean, In rstd, Out dx, Out dgamma, Out dbeta,
-                        Out workspace, NormBwdAttributes attributes) {
-  Check check = check_layernorm_bwd(dy, x, gamma, mean, rstd, dx, dgamma, dbeta);
-  return run_norm_bwd(stream, check, dy, x, gamma, static_cast<const float*>(mean.untyped_data()), rstd, dx, dgamma,
-                      static_cast<float*>(dbeta->untyped_data()), workspace, attributes);
+ffi::Error LayerNormBwd(cudaStream_t stream, In dy, In x, In gamma, In mean, In rstd, In residual, Out dx, Out dgamma,
+                        Out dbeta, Out workspace, NormBwdAttributes attributes) {
+  Check check = check_layernorm_bwd(dy, x, gamma, mean, rstd, residual, dx, dgamma, dbeta);
+  return run_norm_bwd(stream, check, dy, x, gamma, static_cast<const float*>(mean.untyped_data()), rstd, residual, dx,
+                      dgamma, static_cast<float*>(dbeta->untyped_data()), workspace, attributes);
 }
 
-ffi::Error RmsNormBwd(cudaStream_t stream, In dy, In x, In gamma, In rstd, Out dx, Out dgamma, Out workspace,
-                      NormBwdAttributes attributes) {
-  Check check = check_rmsnorm_bwd(dy, x, gamma, rstd, dx, dgamma);
-  return run_norm_bwd(stream, check, dy, x, gamma, nullptr, rstd, dx, dgamma, nullptr, workspace, attributes);
+ffi::Error RmsNormBwd(cudaStream_t stream, In dy, In x, In gamma, In rstd, In residual, Out dx, Out dgamma,
+                      Out workspace, NormBwdAttributes attributes) {
+  Check check = check_rmsnorm_bwd(dy, x, gamma, rstd, residual, dx, dgamma);
+  return run_norm_bwd(stream, check, dy, x, gamma, nullptr, rstd, residual, dx, dgamma, nullptr, workspace, attributes);
 }
 
 }  // namespace te

@@ -154,13 +154,14 @@ def test_kernels_agree_with_their_references(centred, fp8):
     )
     statistics = [s for s in exact_norm(x, gamma, beta, centred)[1:3] if s.any()]
     statistics = [jnp.asarray(s, F32) for s in statistics]
-    check_kernel(
-        layernorm_bwd if centred else rmsnorm_bwd,
-        [dy, x, gamma, *statistics],
-        {},
-        assert_same,
-        specs=[P("data", None, "model"), P("data"), P(), *[P("data")] * len(statistics)],
-    )
+    for residual in (None, dy * 3 + x):
+        check_kernel(
+            layernorm_bwd if centred else rmsnorm_bwd,
+            [dy, x, gamma, *statistics, residual],
+            {},
+            assert_same,
+            specs=[P("data", None, "model"), P("data"), P(), *[P("data")] * (len(statistics) + 1)],
+        )
 
 
 def test_gradient_of_rows_far_from_zero(implementation):
@@ -183,13 +184,30 @@ def test_parameter_sums_over_many_blocks_of_rows(centred):
     out = forward(centred, x, gamma, beta)
     x64, dy64 = wide(x), wide(dy)
     if centred:
-        d = layernorm_bwd(dy, x, gamma, out.mean, out.rstd)
+        d = layernorm_bwd(dy, x, gamma, out.mean, out.rstd, None)
         np.testing.assert_allclose(d.dbeta, dy64.sum(0), atol=EPS * 40 * np.abs(dy64).sum(0).max())
         x64 = x64 - wide(out.mean)[:, None]
     else:
-        d = rmsnorm_bwd(dy, x, gamma, out.rstd)
+        d = rmsnorm_bwd(dy, x, gamma, out.rstd, None)
     terms = dy64 * x64 * wide(out.rstd)[:, None]
     np.testing.assert_allclose(d.dgamma, terms.sum(0), atol=EPS * 40 * np.abs(terms).sum(0).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 40), (3, 7)])
+def test_residual_is_added_before_the_rounding(implementation, centred, shape, dtype):
+    x, gamma, beta, dy = inputs(shape)
+    x, dy = x.astype(dtype), dy.astype(dtype)
+    residual = jnp.flip(dy, 0) * 100
+    out = forward(centred, x.astype(F32), gamma, beta)
+    statistics = [out.mean, out.rstd] if centred else [out.rstd]
+    backward = layernorm_bwd if centred else rmsnorm_bwd
+    alone = backward(dy.astype(F32), x.astype(F32), gamma, *statistics, None)
+    got = backward(dy, x, gamma, *statistics, residual)
+    expected = (alone.dx + residual.astype(F32)).astype(dtype)
+    # In bf16 next to no value rounds to a neighbour.
+    assert relative_error(got.dx, expected) < (1e-6 if dtype == F32 else 2.0**-8 / 16)
+    assert relative_error(got.dgamma, alone.dgamma) < 1e-5
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8)])
@@ -245,6 +263,7 @@ def test_mistakes(message, call):
 FWD = {"x": ((3, 8), F32), "gamma": ((8,), F32), "beta": ((8,), F32), "scale": ABSENT}
 FWD_OUT = {"y": ((3, 8), F32), "y_t": ABSENT, "mean": ((3,), F32), "rstd": ((3,), F32), "amax": ABSENT}
 BWD = {"dy": ((3, 8), F32), "x": ((3, 8), F32), "gamma": ((8,), F32), "mean": ((3,), F32), "rstd": ((3,), F32)}
+BWD["residual"] = ABSENT
 BWD_OUT = {"dx": ((3, 8), F32), "dgamma": ((8,), F32), "dbeta": ((8,), F32)}
 
 
@@ -265,6 +284,8 @@ BWD_OUT = {"dx": ((3, 8), F32), "dgamma": ((8,), F32), "dbeta": ((8,), F32)}
         ("rstd", ((3,), jnp.bfloat16)),
         ("amax", ((1,), F32)),
         ("dy", ((3, 7), F32)),
+        ("residual", ((3, 8), jnp.bfloat16)),
+        ("residual", ((2, 8), F32)),
         ("dx", ((3, 8), jnp.bfloat16)),
         ("dgamma", ((9,), F32)),
         ("dbeta", ((8,), jnp.bfloat16)),

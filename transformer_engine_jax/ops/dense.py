@@ -23,10 +23,12 @@ class Dense(NamedTuple):
     x_dtype: np.dtype
     kernel_dtype: np.dtype
     bias_dtype: np.dtype | None
+    residual: bool = False  # whether there is one to add
 
     @classmethod
-    def of(cls, x, kernel, bias, k_axes: int) -> Dense:
-        return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), None if bias is None else np.dtype(bias.dtype))
+    def of(cls, x, kernel, bias, k_axes: int, residual: bool = False) -> Dense:
+        bias_dtype = None if bias is None else np.dtype(bias.dtype)
+        return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), bias_dtype, residual)
 
 
 class Saved(NamedTuple):
@@ -39,15 +41,17 @@ class Saved(NamedTuple):
     quantizers: GemmQuantizers
 
 
-def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias, k_axes: int, dtype, accumulation: MMParams) -> jax.Array:
-    """a[m.., k..] b[n.., k..]^T + bias[n..] -> [m.., n..]."""
+def _matmul(
+    a: QuantizedTensor, b: QuantizedTensor, bias, k_axes: int, dtype, accumulation: MMParams, residual=None
+) -> jax.Array:
+    """a[m.., k..] b[n.., k..]^T + bias[n..] + residual[m.., n..] -> [m.., n..]."""
     return gemm(
         a.data,
         b.data,
         a.scale_inv,
         b.scale_inv,
         bias,
-        None,
+        residual,
         None,
         k_axes=k_axes,
         dtype=dtype,
@@ -55,11 +59,13 @@ def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias, k_axes: int, dtype, ac
     ).d
 
 
-def dense_forward(static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantizers) -> tuple[jax.Array, Saved]:
+def dense_forward(
+    static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantizers, residual=None
+) -> tuple[jax.Array, Saved]:
     """The output, from an input quantized both ways, and what the backward needs."""
     cast_kernel = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - static.k_axes, q=True, q_t=True)
     recipe = quantizers.x.spec.recipe
-    y = _matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop)
+    y = _matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
     return y, Saved(cast_x.q_t, cast_kernel.q, cast_x.amax, cast_kernel.amax, quantizers)
 
 
@@ -86,13 +92,13 @@ def quantize_gradient(static: Dense, saved: Saved, dy: jax.Array) -> Cast:
     return quantize_for(saved.quantizers.grad, dy, k_axes=n_axes, q_t=True, colsum=static.bias_dtype is not None)
 
 
-def _forward(static: Dense, x, kernel, bias, quantizers: GemmQuantizers):
+def _forward(static: Dense, x, kernel, bias, quantizers: GemmQuantizers, residual):
     cast_x = quantize_for(quantizers.x, x, k_axes=static.k_axes, q_t=True)
-    return dense_forward(static, cast_x, kernel, bias, quantizers)
+    return dense_forward(static, cast_x, kernel, bias, quantizers, residual)
 
 
 def _backward(static: Dense, saved: Saved, dy):
-    return dense_backward(static, saved, quantize_gradient(static, saved, dy))
+    return *dense_backward(static, saved, quantize_gradient(static, saved, dy)), dy if static.residual else None
 
 
 _fp8_dense = differentiable(_forward, _backward)
@@ -129,21 +135,35 @@ def check_dense(op: str, x, kernel, bias, k_axes: int) -> None:
         )
 
 
-def dense(x, kernel, bias=None, *, k_axes: int = 1, quantizers: GemmQuantizers | None = None) -> jax.Array:
-    """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] -> [m.., n..] in x's dtype.
+def check_residual(op: str, residual, shape, dtype) -> None:
+    """ValueError where a residual is not like the result that it is added to."""
+    if residual.shape != tuple(shape) or residual.dtype != dtype:
+        raise ValueError(
+            f"{op}: residual: expected {dtype}{list(shape)}, as the result, got {residual.dtype}{list(residual.shape)}"
+        )
+
+
+def dense(
+    x, kernel, bias=None, *, k_axes: int = 1, quantizers: GemmQuantizers | None = None, residual=None
+) -> jax.Array:
+    """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] and residual[m.., n..] -> [m.., n..] in x's dtype.
 
     Args:
       x: f32, f16 or bf16.
       kernel, bias: any float dtype; bias may be None.
       k_axes: how many axes are contracted.
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
+      residual: x's dtype, or None; in FP8 it is added inside the product, before the one rounding of the result.
 
     Raises:
       ValueError: the shapes do not fit.
     """
     check_dense("dense", x, kernel, bias, k_axes)
+    if residual is not None:
+        check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), x.dtype)
     if quantizers is not None and not quantizers.x.spec.calibrating:
-        return _fp8_dense(Dense.of(x, kernel, bias, k_axes), x, kernel, bias, quantizers)
+        static = Dense.of(x, kernel, bias, k_axes, residual is not None)
+        return _fp8_dense(static, x, kernel, bias, quantizers, residual)
     if quantizers is not None:
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
     contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
@@ -153,4 +173,6 @@ def dense(x, kernel, bias=None, *, k_axes: int = 1, quantizers: GemmQuantizers |
         if sharding is not None:
             bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))
         y = y + jnp.asarray(bias, y.dtype)
+    if residual is not None:
+        y = y + residual
     return y if quantizers is None else watch_gradient(y, quantizers.grad)

@@ -48,6 +48,10 @@ def _g(gamma, zero_centered: bool):
     return gamma.astype(jnp.float32) + (1.0 if zero_centered else 0.0)
 
 
+def _add(x, residual):
+    return x if residual is None else x + residual.astype(jnp.float32)
+
+
 def _sum_rows(x):
     return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
 
@@ -84,31 +88,34 @@ def _scratch(dy, x, *_, **__) -> int:
 
 
 @kernel(
-    "... k, ... k, k, ..., ... -> ... k, k, k",
+    "... k, ... k, k, ..., ..., ... k -> ... k, k, k",
     whole="k",
     reduce={"dgamma": "sum", "dbeta": "sum"},
     workspace=_scratch,
 )
-def layernorm_bwd(dy, x, gamma, mean, rstd, *, zero_centered_gamma=False) -> LayerNormBwd:
-    """Gradients of layernorm_fwd's y from the cotangent dy and what the forward saved."""
+def layernorm_bwd(dy, x, gamma, mean, rstd, residual, *, zero_centered_gamma=False) -> LayerNormBwd:
+    """Gradients of layernorm_fwd's y from the cotangent dy and what the forward saved.
+
+    residual[.., K], in x's dtype, is the gradient that reaches x past the norm: it is added to dx before the rounding.
+    """
     rstd = rstd[..., None]
     xhat = (x.astype(jnp.float32) - mean[..., None]) * rstd
     dy = dy.astype(jnp.float32)
     wdy = dy * _g(gamma, zero_centered_gamma)
     along_one = jnp.mean(wdy, axis=-1, keepdims=True)
     along_xhat = jnp.mean(wdy * xhat, axis=-1, keepdims=True)
-    dx = (wdy - along_one - xhat * along_xhat) * rstd
+    dx = _add((wdy - along_one - xhat * along_xhat) * rstd, residual)
     return LayerNormBwd(dx.astype(x.dtype), _sum_rows(dy * xhat), _sum_rows(dy))
 
 
-@kernel("... k, ... k, k, ... -> ... k, k", whole="k", reduce={"dgamma": "sum"}, workspace=_scratch)
-def rmsnorm_bwd(dy, x, gamma, rstd, *, zero_centered_gamma=False) -> RmsNormBwd:
-    """Gradients of rmsnorm_fwd's y from the cotangent dy and what the forward saved."""
+@kernel("... k, ... k, k, ..., ... k -> ... k, k", whole="k", reduce={"dgamma": "sum"}, workspace=_scratch)
+def rmsnorm_bwd(dy, x, gamma, rstd, residual, *, zero_centered_gamma=False) -> RmsNormBwd:
+    """Gradients of rmsnorm_fwd's y; arguments as `layernorm_bwd`'s."""
     rstd = rstd[..., None]
     xhat = x.astype(jnp.float32) * rstd
     dy = dy.astype(jnp.float32)
     wdy = dy * _g(gamma, zero_centered_gamma)
-    dx = (wdy - xhat * jnp.mean(wdy * xhat, axis=-1, keepdims=True)) * rstd
+    dx = _add((wdy - xhat * jnp.mean(wdy * xhat, axis=-1, keepdims=True)) * rstd, residual)
     return RmsNormBwd(dx.astype(x.dtype), _sum_rows(dy * xhat))
 
 
@@ -167,7 +174,7 @@ def _layernorm_forward(norm: Norm, x, gamma, beta):
 
 def _layernorm_backward(norm: Norm, saved, dy):
     x, gamma, beta, mean, rstd = saved
-    d = layernorm_bwd(dy, x, gamma, mean, rstd, zero_centered_gamma=norm.zero_centered_gamma)
+    d = layernorm_bwd(dy, x, gamma, mean, rstd, None, zero_centered_gamma=norm.zero_centered_gamma)
     return d.dx, d.dgamma.astype(gamma.dtype), d.dbeta.astype(beta.dtype)
 
 
@@ -178,7 +185,7 @@ def _rmsnorm_forward(norm: Norm, x, gamma):
 
 def _rmsnorm_backward(norm: Norm, saved, dy):
     x, gamma, rstd = saved
-    d = rmsnorm_bwd(dy, x, gamma, rstd, zero_centered_gamma=norm.zero_centered_gamma)
+    d = rmsnorm_bwd(dy, x, gamma, rstd, None, zero_centered_gamma=norm.zero_centered_gamma)
     return d.dx, d.dgamma.astype(gamma.dtype)
 
 

@@ -70,32 +70,34 @@ def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Ca
     return cast, NormSaved(x, gamma, beta, None if beta is None else out.mean, out.rstd)
 
 
-def norm_backward(static: Norm, saved: NormSaved, dy):
-    """Gradients of x, gamma and beta (None for RMSNorm) in their dtypes."""
+def norm_backward(static: Norm, saved: NormSaved, dy, residual=None):
+    """Gradients of x, gamma and beta (None for RMSNorm) in their dtypes; residual: what reaches x past the norm."""
     x, gamma, beta, mean, rstd = saved
     if beta is None:
-        out = rmsnorm_bwd(dy, x, gamma, rstd, zero_centered_gamma=static.zero_centered_gamma)
+        out = rmsnorm_bwd(dy, x, gamma, rstd, residual, zero_centered_gamma=static.zero_centered_gamma)
         return out.dx, out.dgamma.astype(gamma.dtype), None
-    out = layernorm_bwd(dy, x, gamma, mean, rstd, zero_centered_gamma=static.zero_centered_gamma)
+    out = layernorm_bwd(dy, x, gamma, mean, rstd, residual, zero_centered_gamma=static.zero_centered_gamma)
     return out.dx, out.dgamma.astype(gamma.dtype), out.dbeta.astype(beta.dtype)
 
 
 class _Static(NamedTuple):
     norm: Norm
     dense: Dense
+    return_input: bool
 
 
 def _forward(static: _Static, x, gamma, beta, kernel, bias, quantizers: GemmQuantizers):
     cast, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers.x)
     y, saved = dense_forward(static.dense, cast, kernel, bias, quantizers)
-    return y, (norm_saved, saved)
+    return (y, x) if static.return_input else y, (norm_saved, saved)
 
 
 def _backward(static: _Static, residuals: tuple[NormSaved, Saved], dy):
     norm_saved, saved = residuals
+    dy, past = dy if static.return_input else (dy, None)
     cast_dy = quantize_gradient(static.dense, saved, dy)
     dnormed, dkernel, dbias, reports = dense_backward(static.dense, saved, cast_dy)
-    dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dnormed)
+    dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dnormed, past)
     return dx, dgamma, dbeta, dkernel, dbias, reports
 
 
@@ -103,8 +105,16 @@ _fp8_layernorm_dense = differentiable(_forward, _backward)
 
 
 def layernorm_dense(
-    x, gamma, beta, kernel, bias=None, *, norm_options: Norm = Norm(), quantizers: GemmQuantizers | None = None
-) -> jax.Array:
+    x,
+    gamma,
+    beta,
+    kernel,
+    bias=None,
+    *,
+    norm_options: Norm = Norm(),
+    quantizers: GemmQuantizers | None = None,
+    return_input: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """norm(x[.., K]) contracted with kernel[K, n..], plus bias[n..] -> [.., n..] in x's dtype.
 
     Args:
@@ -113,14 +123,17 @@ def layernorm_dense(
       kernel, bias: any float dtype; bias may be None.
       norm_options: epsilon and zero_centered_gamma.
       quantizers: how the normed x, kernel and the gradient of the output become FP8; None: x's precision.
+      return_input: return (that, x). What is added to this x, a residual connection, has its gradient added to the
+        norm's in one pass, and not by a sum of its own.
 
     Raises:
       ValueError: the shapes do not fit.
     """
     if quantizers is None or quantizers.x.spec.calibrating:
-        return dense(norm(norm_options, x, gamma, beta), kernel, bias, quantizers=quantizers)
+        y = dense(norm(norm_options, x, gamma, beta), kernel, bias, quantizers=quantizers)
+        return (y, x) if return_input else y
     check_norm("layernorm_dense", x, gamma, beta)
     check_dense("layernorm_dense", x, kernel, bias, 1)
     return _fp8_layernorm_dense(
-        _Static(norm_options, Dense.of(x, kernel, bias, 1)), x, gamma, beta, kernel, bias, quantizers
+        _Static(norm_options, Dense.of(x, kernel, bias, 1), return_input), x, gamma, beta, kernel, bias, quantizers
     )

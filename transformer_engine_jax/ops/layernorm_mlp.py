@@ -10,7 +10,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.kernel import differentiable
 from transformer_engine_jax.ops.activation import activation, activation_bwd, activation_fwd, fused_name
-from transformer_engine_jax.ops.dense import Dense, check_dense, dense, dense_backward, dense_forward, quantize_gradient
+from transformer_engine_jax.ops.dense import (
+    Dense,
+    check_dense,
+    check_residual,
+    dense,
+    dense_backward,
+    dense_forward,
+    quantize_gradient,
+)
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
 from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for
@@ -55,7 +63,9 @@ def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2
     z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, bias_1, quantizers_1)
     z = checkpoint_name(z, static.names[0])
     cast_a = activation_forward(static.activation, z, quantizers_2.x)
-    y, saved_2 = dense_forward(static.dense_2, cast_a, kernel_2, bias_2, quantizers_2)
+    y, saved_2 = dense_forward(
+        static.dense_2, cast_a, kernel_2, bias_2, quantizers_2, x if static.dense_2.residual else None
+    )
     return checkpoint_name(y, static.names[1]), (norm_saved, saved_1, z, saved_2)
 
 
@@ -68,8 +78,11 @@ def _backward(static: _Static, residuals, dy):
     )
     dx, dkernel_1, dbias_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
     dgamma = dbeta = None
+    past = dy if static.dense_2.residual else None
     if static.norm is not None:
-        dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx)
+        dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
+    elif past is not None:
+        dx = dx + past
     return dx, dgamma, dbeta, dkernel_1, dbias_1, dkernel_2, dbias_2, (reports_1, reports_2)
 
 
@@ -87,6 +100,7 @@ def layernorm_mlp(
     norm_options: Norm | None = Norm(),
     quantizers: tuple[GemmQuantizers, GemmQuantizers] | None = None,
     names: tuple[str, str] = ("ffn1", "ffn2"),
+    residual: bool = False,
 ) -> jax.Array:
     """activation(norm(x[.., K]) @ kernels[0][K, A, N] + biases[0][A, N]) @ kernels[1][N, n..] + biases[1][n..].
 
@@ -98,6 +112,7 @@ def layernorm_mlp(
       norm_options: epsilon and zero_centered_gamma, or None for no norm.
       quantizers: of the two products; None computes in x's precision.
       names: checkpoint names of the two products' results.
+      residual: add x to the result; in FP8 inside the second product, and to the gradient inside the norm's backward.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -115,11 +130,16 @@ def layernorm_mlp(
     check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1)
     if norm_options is not None:
         check_norm("layernorm_mlp", x, gamma, beta)
+    if residual:
+        check_residual("layernorm_mlp", x, (*x.shape[:-1], *kernel_2.shape[1:]), x.dtype)
     if quantizers is None or quantizers[0].x.spec.calibrating or name is None:
         first, second = quantizers or (None, None)
         normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
         z = checkpoint_name(dense(normed, kernel_1, bias_1, quantizers=first), names[0])
-        return checkpoint_name(dense(activation(z, activations), kernel_2, bias_2, quantizers=second), names[1])
-    dense_2 = Dense.of(x, kernel_2, bias_2, 1)
+        a = activation(z, activations)
+        return checkpoint_name(
+            dense(a, kernel_2, bias_2, quantizers=second, residual=x if residual else None), names[1]
+        )
+    dense_2 = Dense.of(x, kernel_2, bias_2, 1, residual)
     static = _Static(norm_options, name, Dense.of(x, kernel_1, bias_1, 1), dense_2, names)
     return _fp8_layernorm_mlp(static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2, quantizers)

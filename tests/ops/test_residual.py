@@ -1,0 +1,72 @@
+"""Residual connections: added inside the products and the backward of norms, equal to sums of their own."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import pytest
+from emulated import BF16, F32
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
+from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+
+M, K, N = (4, 8), 64, 96
+X, GAMMA, KERNEL, OUT, UP, DOWN, BIAS = emulated.normal(5, (*M, K), K, (K, N), (N, K), (K, 1, N), (N, K), K)
+ARRAYS = [2 * X, 1 + 0.3 * GAMMA, KERNEL / 8, OUT / 10, UP / 8, DOWN / 10, BIAS]
+
+
+def block(x, gamma, kernel, out, up, down, bias, *, quantizers, fused: bool):
+    """norm, product, product, residual; norm, MLP, residual."""
+    first, second, *mlp = quantizers or (None,) * 4
+    mlp = dict(norm_options=Norm(), quantizers=tuple(mlp) if quantizers else None)
+    if fused:
+        y, x = layernorm_dense(x, gamma, None, kernel, quantizers=first, return_input=True)
+        x = dense(y, out, bias, quantizers=second, residual=x)
+        return layernorm_mlp(x, gamma, None, (up, down), **mlp, residual=True)
+    y = layernorm_dense(x, gamma, None, kernel, quantizers=first)
+    x = x + dense(y, out, bias, quantizers=second)
+    return x + layernorm_mlp(x, gamma, None, (up, down), **mlp)
+
+
+def step(arrays, dy, rec, fused):
+    def run(arrays, states):
+        quantizers = states and [emulated.quantizers(s, rec) for s in states]
+        return block(*arrays, quantizers=quantizers, fused=fused)
+
+    states = rec and [emulated.states() for _ in range(4)]
+    y, vjp = jax.vjp(run, arrays, states)
+    return y, *vjp(dy)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", [None, "delayed", "current"])
+def test_equals_sums_of_their_own(name, dtype):
+    rec = name and emulated.RECIPES[name]
+    arrays = [jnp.asarray(a, dtype) for a in ARRAYS]
+    dy = jnp.asarray(emulated.normal(6, X.shape)[0], dtype)
+    got, expected = (jax.jit(step, static_argnums=(2, 3))(arrays, dy, rec, fused) for fused in (True, False))
+    # In f32 sums associate otherwise. In bf16 sums of their own round once more, by u = 2^-9: of the E5M2 codes after
+    # that u / 2^-2 flip, sqrt(u / 2^-2) 2^-2 / sqrt(3) = 0.013 in each of four products.
+    bound = {jnp.float32: F32, jnp.bfloat16: 3 * BF16}[dtype]
+    if rec:
+        bound = emulated.FLIP if dtype == jnp.float32 else 4 * 0.013
+    testing.assert_close(got[:2], expected[:2], bound)
+
+
+def test_no_sum_of_its_own_is_left():
+    arrays = [jnp.asarray(a) for a in ARRAYS]
+    whole = f"f32[{','.join(map(str, X.shape))}] = add"
+    for fused, sums in ((True, 0), (False, 4)):
+        text = str(jax.make_jaxpr(lambda a, f=fused: step(a, a[0], emulated.DELAYED, f))(arrays))
+        assert text.count(" = add_any ") + text.count(" = add ") >= sums
+        assert (whole in text) == (not fused), text
+
+
+def test_a_residual_unlike_the_result_is_named():
+    x, _, kernel, *_ = (jnp.asarray(a) for a in ARRAYS)
+    with pytest.raises(ValueError, match=r"residual: expected float32\[4, 8, 96\], as the result, got"):
+        dense(x, kernel, residual=x)
+    with pytest.raises(ValueError, match=r"residual: expected float32\[4, 8, 96\].* got bfloat16"):
+        dense(x, kernel, residual=jnp.zeros((4, 8, 96), jnp.bfloat16))
