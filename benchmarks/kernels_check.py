@@ -273,7 +273,23 @@ def rope(tokens, heads, features, pairs, group, dtype=BF16, inverse=False) -> Ca
     return Case(f"rope {group} {dtype} {heads}x{features}", call, operands, reference)
 
 
+def quantize_stack(rows, cols, parts=3, dtype=BF16, out=E5M2, colsum=False) -> Case:
+    def reference(*operands):
+        y = np.concatenate([x.astype(np.float32) for x in operands[:parts]], axis=1)
+        return y, y.T, largest(np.where(np.abs(y) < TINY, 0, y)), y.sum(0, dtype=np.float64)
+
+    wide = parts * cols
+    results = [((rows, wide), out), ((wide, rows), out), ((), F32), colsum and ((wide,), F32)]
+    call = Call("te_quantize_stack", results, {}, tile_partials(rows, wide) if colsum else 0)
+    operands = [((rows, cols), dtype)] * parts + [False] * (3 - parts) + [((), F32)]
+    name = f"quantize_stack {dtype} {out} {parts} parts{'+colsum' if colsum else ''}"
+    return Case(name, call, operands, reference, scale=3, exact=not colsum)
+
+
 def checked_cases():
+    for rows, cols in ((129, 136), (1000, 520), (144, 4096), (0, 64)):
+        yield quantize_stack(rows, cols)
+        yield quantize_stack(rows, cols, parts=2, colsum=True)
     for rows, cols in SIZES:
         yield quantize(rows, cols)
         yield quantize(rows, cols, colsum=True)
@@ -328,6 +344,7 @@ def timed_cases():
         yield quantize(rows, cols, q_t=False)
         yield quantize(rows, cols)
         yield quantize(rows, cols, colsum=True)
+        yield quantize_stack(rows, cols // 4)
         yield amax(rows, cols)
         yield dequantize(rows, cols)
         for kind in ("layernorm", "rmsnorm"):

@@ -11,9 +11,10 @@
 namespace te {
 namespace {
 
+// Rows of q are `q_stride` apart. Returns the bits of max |x|.
 template <typename T, typename F8>
-void quantize(ffi::ThreadPool& pool, const Matrix& x, float scale, uint8_t* q, uint8_t* q_t, float* amax,
-              float* colsum) {
+uint32_t quantize(ffi::ThreadPool& pool, const Matrix& x, float scale, uint8_t* q, int64_t q_stride, uint8_t* q_t,
+                  float* colsum) {
   const int64_t blocks = (x.rows + kRowBlock - 1) / kRowBlock;
   std::vector<uint32_t> amaxes(blocks, 0);
   std::vector<float> sums(colsum ? blocks * x.cols : 0, 0.f);
@@ -25,8 +26,8 @@ void quantize(ffi::ThreadPool& pool, const Matrix& x, float scale, uint8_t* q, u
       const int64_t rows = std::min(kTile, end - r0);
       for (int64_t c0 = 0; c0 < x.cols; c0 += kTile) {
         const int64_t cols = std::min(kTile, x.cols - c0);
-        uint8_t* cast = q ? q + r0 * x.cols + c0 : tile;
-        const int64_t stride = q ? x.cols : kTile;
+        uint8_t* cast = q ? q + r0 * q_stride + c0 : tile;
+        const int64_t stride = q ? q_stride : kTile;
         for (int64_t r = 0; r < rows; ++r) {
           const T* row = x.as<T>() + (r0 + r) * x.cols + c0;
           most = std::max(most, cast_row<T, F8>(row, scale, cast + r * stride, cols));
@@ -37,13 +38,34 @@ void quantize(ffi::ThreadPool& pool, const Matrix& x, float scale, uint8_t* q, u
     }
     amaxes[block] = most;
   });
-  uint32_t most = 0;
-  for (const uint32_t a : amaxes) most = std::max(most, a);
-  *amax = float_of(most);
   if (colsum) {
     std::fill_n(colsum, x.cols, 0.f);
     for (int64_t b = 0; b < blocks; ++b) add_row<float>(sums.data() + b * x.cols, colsum, x.cols);
   }
+  uint32_t most = 0;
+  for (const uint32_t a : amaxes) most = std::max(most, a);
+  return most;
+}
+
+// `parts`, matrices of one size and dtype, side by side.
+ffi::Error quantize_parts(ffi::ThreadPool& pool, const std::vector<Matrix>& parts, const In& scale, Out& q, Out& q_t,
+                          Out& amax, Out& colsum) {
+  const float factor = absent(scale) ? 1.f : *scale.typed_data<float>();
+  return with_float(parts[0].dtype, [&](auto t) {
+    return with_fp8(format_of(q, q_t), [&](auto f8) {
+      const int64_t cols = parts[0].cols, stride = cols * static_cast<int64_t>(parts.size());
+      uint32_t most = 0;
+      for (size_t i = 0; i < parts.size(); ++i) {
+        const auto at = [&](auto* p, int64_t offset) { return p ? p + offset * static_cast<int64_t>(i) : p; };
+        most = std::max(
+            most, quantize<decltype(t), decltype(f8)>(pool, parts[i], factor, at(data_or_null<uint8_t>(q), cols),
+                                                      stride, at(data_or_null<uint8_t>(q_t), cols * parts[i].rows),
+                                                      at(data_or_null<float>(colsum), cols)));
+      }
+      *amax->typed_data<float>() = float_of(most);
+      return ffi::Error::Success();
+    });
+  });
 }
 
 }  // namespace
@@ -52,16 +74,15 @@ ffi::Error Quantize(ffi::ThreadPool pool, In x, In scale, Out q, Out q_t, Out am
                     QuantizeAttributes attributes) {
   const Check check = check_quantize(x, scale, q, q_t, amax, colsum, attributes.k_axes);
   if (check.failed()) return check.error();
-  const Matrix m = matrix(x, attributes.k_axes);
-  const float factor = absent(scale) ? 1.f : *scale.typed_data<float>();
-  const DType out = present(q) ? q->element_type() : present(q_t) ? q_t->element_type() : DType::F8E4M3FN;
-  return with_float(m.dtype, [&](auto t) {
-    return with_fp8(out, [&](auto f8) {
-      quantize<decltype(t), decltype(f8)>(pool, m, factor, data_or_null<uint8_t>(q), data_or_null<uint8_t>(q_t),
-                                          amax->typed_data<float>(), data_or_null<float>(colsum));
-      return ffi::Error::Success();
-    });
-  });
+  return quantize_parts(pool, {matrix(x, attributes.k_axes)}, scale, q, q_t, amax, colsum);
+}
+
+ffi::Error QuantizeStack(ffi::ThreadPool pool, In x0, In x1, In x2, In scale, Out q, Out q_t, Out amax, Out colsum) {
+  const Check check = check_quantize_stack(x0, x1, x2, scale, q, q_t, amax, colsum);
+  if (check.failed()) return check.error();
+  std::vector<Matrix> parts{matrix(x0, 1), matrix(x1, 1)};
+  if (!absent(x2)) parts.push_back(matrix(x2, 1));
+  return quantize_parts(pool, parts, scale, q, q_t, amax, colsum);
 }
 
 ffi::Error Amax(ffi::ThreadPool pool, In x, Out amax) {
@@ -111,5 +132,6 @@ ffi::Error Dequantize(ffi::ThreadPool pool, In q, In scale_inv, Out x) {
 }  // namespace te
 
 TE_HANDLER(quantize, Quantize)
+TE_HANDLER(quantize_stack, QuantizeStack)
 TE_HANDLER(amax, Amax)
 TE_HANDLER(dequantize, Dequantize)

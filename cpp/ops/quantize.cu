@@ -25,6 +25,26 @@ struct Cast {
   __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const { unpack(raw, v[0]); }
 };
 
+// The same of matrices side by side, `part_cols` columns each; groups of 8 columns are of one part.
+template <typename T>
+struct StackedCast {
+  static constexpr int kOutputs = 1, kAhead = 2, kBlocks = sizeof(T) == 2 ? 4 : 2;
+  using Type = T;
+  using Raw = typename Operand<T>::Raw;
+  struct Columns {};
+  const void* parts[3];
+  DType dtype;
+  int64_t part_cols;
+
+  __device__ __forceinline__ Columns columns(int64_t, int, bool) const { return {}; }
+  __device__ __forceinline__ Raw load(int64_t row, int64_t, int64_t col, int n, bool vector) const {
+    const bool second = col >= part_cols, third = col >= 2 * part_cols;
+    const Operand<T> x{third ? parts[2] : second ? parts[1] : parts[0], dtype};
+    return x.load(row * part_cols + col - (second + third) * part_cols, n, vector);
+  }
+  __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const { unpack(raw, v[0]); }
+};
+
 // ---- Flat kernels: a thread takes kFlatLoads times 8 values a turn, neighbours 16 bytes apart.
 
 constexpr int kFlatThreads = 256;
@@ -101,11 +121,32 @@ ffi::Error Quantize(cudaStream_t stream, In x, In scale, Out q, Out q_t, Out ama
   if (check.failed()) return check.error();
   Result out = fp8_or_float_result(q, scale, q_t, amax, m.rows, m.cols);
   out.y = data_or_null<uint8_t>(q);
-  out.dtype = present(q) ? q->element_type() : present(q_t) ? q_t->element_type() : DType::F8E4M3FN;
+  out.dtype = format_of(q, q_t);
   out.vector = m.cols % 8 == 0 && aligned(out.y) && aligned(m.data);
   const auto run = [&](auto t) {
     return launch_tiles(stream, Cast<decltype(t)>{{m.data, m.dtype}}, out, data_or_null<float>(colsum),
                         workspace->untyped_data());
+  };
+  return out.vector ? with_float(m.dtype, run) : run(AnyDtype{});
+}
+
+// Workspace: as te_quantize's of the stack.
+ffi::Error QuantizeStack(cudaStream_t stream, In x0, In x1, In x2, In scale, Out q, Out q_t, Out amax, Out colsum,
+                         Out workspace) {
+  Check check = check_quantize_stack(x0, x1, x2, scale, q, q_t, amax, colsum);
+  if (check.failed()) return check.error();
+  const Matrix m = matrix(x0, 1);
+  const int64_t cols = parts_of(x2) * m.cols;
+  if (present(colsum)) check_workspace(check, workspace, tile_partials(m.rows, cols));
+  if (check.failed()) return check.error();
+  const void* const parts[3] = {m.data, x1.untyped_data(), x2.untyped_data()};
+  Result out = fp8_or_float_result(q, scale, q_t, amax, m.rows, cols);
+  out.y = data_or_null<uint8_t>(q);
+  out.dtype = format_of(q, q_t);
+  out.vector = aligned(out.y) && aligned(parts[0]) && aligned(parts[1]) && (absent(x2) || aligned(parts[2]));
+  const auto run = [&](auto t) {
+    return launch_tiles(stream, StackedCast<decltype(t)>{{parts[0], parts[1], parts[2]}, m.dtype, m.cols}, out,
+                        data_or_null<float>(colsum), workspace->untyped_data());
   };
   return out.vector ? with_float(m.dtype, run) : run(AnyDtype{});
 }
@@ -143,5 +184,6 @@ ffi::Error Dequantize(cudaStream_t stream, In q, In scale_inv, Out x) {
 }  // namespace te
 
 TE_HANDLER(quantize, Quantize)
+TE_HANDLER(quantize_stack, QuantizeStack)
 TE_HANDLER(amax, Amax)
 TE_HANDLER(dequantize, Dequantize)

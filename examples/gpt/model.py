@@ -23,14 +23,12 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        embedding = nn.Embed(
-            VOCABULARY,
-            self.hidden,
-            dtype=self.dtype,
-            embedding_init=nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed")),
-            name="embedding",
-        )
-        x = nn.with_logical_constraint(embedding(tokens), ("batch", "seqlen", None))
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
+        embedding = self.param("embedding", init, (VOCABULARY, self.hidden))
+        # A product with one-hot rows, not a lookup: so is its gradient, where a lookup's would be a sum by atomics that
+        # all meet in 256 rows.
+        x = jax.nn.one_hot(tokens, VOCABULARY, dtype=self.dtype) @ embedding.astype(self.dtype)
+        x = nn.with_logical_constraint(x, ("batch", "seqlen", None))
         for index in range(self.layers):
             x = te_flax.TransformerLayer(
                 hidden_size=self.hidden,
@@ -49,4 +47,4 @@ class GPT(nn.Module):
             )(x, deterministic=True)
         x = te_flax.LayerNorm(name="norm")(x)
         # The head is the embedding again. With 256 outputs it costs next to nothing, so it stays in f32.
-        return x.astype(jnp.float32) @ embedding.embedding.T
+        return x.astype(jnp.float32) @ embedding.T

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.quantize import E4M3, E5M2, amax, dequantize, fp8_max, quantize
+from transformer_engine_jax.ops.quantize import E4M3, E5M2, amax, dequantize, fp8_max, quantize, quantize_stack
 
 ALL_BF16 = jax.lax.bitcast_convert_type(jnp.arange(65536, dtype=jnp.uint16), jnp.bfloat16)
 ALL_F16 = jax.lax.bitcast_convert_type(jnp.arange(65536, dtype=jnp.uint16), jnp.float16)
@@ -79,6 +79,29 @@ def test_all_results(shape, k_axes, dtype, x_dtype):
         assert (np.abs(np.asarray(out.colsum) - wide.sum(axis=rows)) <= bound).all()
 
 
+@FORMATS
+@pytest.mark.parametrize("shape", [(1, 8), (5, 3, 40), (200, 136), (0, 16)])
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
+def test_a_stack_is_quantized_as_if_it_were_in_memory(shape, x_dtype, dtype):
+    parts = [(jax.random.normal(key, shape) * 3).astype(x_dtype) for key in jax.random.split(jax.random.key(3), 3)]
+    parts[1] = parts[1] * 7
+    asked = dict(dtype=dtype, q_t=True, colsum=True)
+    for platform in testing.platforms():
+        with jax.default_device(jax.devices(platform)[0]):
+            local = jax.device_put(parts, jax.devices(platform)[0])
+            for x2 in (None, local[2]):
+                got = quantize_stack(*local[:2], x2, jnp.float32(5.3), **asked)
+                stack = jnp.stack(local if x2 is not None else local[:2], axis=-2)
+                expected = quantize(stack, jnp.float32(5.3), k_axes=2, **asked)
+                testing.assert_same_bytes(got, expected)
+
+
+def test_parts_of_a_stack_that_do_not_fit_are_named():
+    x = jnp.zeros((4, 12))
+    with pytest.raises(Exception, match="te_quantize_stack: x0: expected a last axis of a multiple of 8"):
+        jax.block_until_ready(quantize_stack(x, x, None, jnp.float32(1), dtype=E4M3))
+
+
 def test_results_that_were_not_asked_for_are_none():
     x = jnp.ones((4, 8))
     out = quantize(x, jnp.float32(1), dtype=E4M3)
@@ -115,6 +138,9 @@ def test_kernels_hold_under_all_transformations():
     specs = [P("data", None, "model"), P()]
     check = testing.check_kernel
     check(quantize, [x, jnp.float32(5)], {"dtype": E5M2, "q_t": True}, testing.assert_same_bytes, specs=specs)
+    parts = [x, 2 * x, None, jnp.float32(5)]
+    stacked = {"dtype": E4M3, "q_t": True, "colsum": True}
+    check(quantize_stack, parts, stacked, testing.assert_same_bytes, specs=[specs[0]] * 3 + [P()])
     check(amax, [x], {}, testing.assert_same_bytes, specs=specs[:1])
     q = quantize(x, jnp.float32(5), dtype=E4M3).q
     check(dequantize, [q, jnp.float32(0.2)], {"dtype": np.dtype(jnp.float32)}, testing.assert_same_bytes, specs=specs)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.kernel import differentiable
 from transformer_engine_jax.ops.gemm import gemm
-from transformer_engine_jax.ops.quantize import Cast, observe, quantize_for, watch, watch_gradient
+from transformer_engine_jax.ops.quantize import Cast, named, observe, quantize_for, watch, watch_gradient
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
 from transformer_engine_jax.recipe import MMParams
 
@@ -41,7 +41,7 @@ class Saved(NamedTuple):
     quantizers: GemmQuantizers
 
 
-def _matmul(
+def matmul(
     a: QuantizedTensor, b: QuantizedTensor, bias, k_axes: int, dtype, accumulation: MMParams, residual=None
 ) -> jax.Array:
     """a[m.., k..] b[n.., k..]^T + bias[n..] + residual[m.., n..] -> [m.., n..]."""
@@ -65,18 +65,25 @@ def dense_forward(
     """The output, from an input quantized both ways, and what the backward needs."""
     cast_kernel = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - static.k_axes, q=True, q_t=True)
     recipe = quantizers.x.spec.recipe
-    y = _matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
-    return y, Saved(cast_x.q_t, cast_kernel.q, cast_x.amax, cast_kernel.amax, quantizers)
+    y = matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
+    return y, save(cast_x, cast_kernel, quantizers)
 
 
-def dense_backward(static: Dense, saved: Saved, cast_dy: Cast):
-    """Gradients of x, kernel, bias and the reports of the quantizers, from a gradient quantized both ways."""
+def save(cast_x: Cast, cast_kernel: Cast, quantizers: GemmQuantizers) -> Saved:
+    """What a product's backward needs, under the names that checkpoint policies know."""
+    x_t, x_amax = named(quantizers.x, (cast_x.q_t, cast_x.amax))
+    kernel, kernel_amax = named(quantizers.kernel, (cast_kernel.q, cast_kernel.amax))
+    return Saved(x_t, kernel, x_amax, kernel_amax, quantizers)
+
+
+def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None):
+    """Gradients of x (added to `dx`), kernel, bias and the quantizers' reports, from a gradient quantized both ways."""
     quantizers = saved.quantizers
     recipe = quantizers.grad.spec.recipe
     n_axes = saved.kernel.data.ndim - static.k_axes
     m_axes = saved.x_t.data.ndim - static.k_axes
-    dx = _matmul(cast_dy.q, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad)
-    dkernel = _matmul(saved.x_t, cast_dy.q_t, None, m_axes, static.kernel_dtype, recipe.fp8_gemm_wgrad)
+    dx = matmul(cast_dy.q, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx)
+    dkernel = matmul(saved.x_t, cast_dy.q_t, None, m_axes, static.kernel_dtype, recipe.fp8_gemm_wgrad)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
     reports = GemmQuantizers(
         observe(quantizers.x, saved.x_amax),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.kernel import differentiable, kernel, pmax
 from transformer_engine_jax.ops.state import Scales, current_scale, report
@@ -104,6 +106,22 @@ def quantize(x, scale, *, dtype, k_axes=1, q=True, q_t=False, colsum=False) -> Q
     )
 
 
+def _stack_scratch(x0, x1, x2, scale, *, colsum, **_) -> int:
+    return (2 if x2 is None else 3) * partial_sums(x0, 1) if colsum else 0
+
+
+@kernel(
+    "m* n, m* n, m* n, - -> m* p n, p n m*, -, p n", reduce={"amax": "max", "colsum": "sum"}, workspace=_stack_scratch
+)
+def quantize_stack(x0, x1, x2, scale, *, dtype, q=True, q_t=False, colsum=False) -> Quantized:
+    """`quantize` of the stack [m.., P, n] of x0[m.., n], x1 and x2 (None: P is 2), which never is in memory.
+
+    n is a multiple of 8.
+    """
+    x = jnp.stack([x for x in (x0, x1, x2) if x is not None], axis=-2)
+    return quantize.reference(x, scale, dtype=dtype, k_axes=2, q=q, q_t=q_t, colsum=colsum)
+
+
 @kernel("... -> -", reduce={"result": "max"})
 def amax(x) -> Any:
     """max |x| as f32[]; NaN where x (f32, f16, bf16) holds one."""
@@ -164,6 +182,22 @@ def quantize_for(quantizer: Quantizer, x, *, k_axes=1, q=True, q_t=False, colsum
     """Quantizes x[m.., k..] as its Quantizer says; `amax_of_x` where the caller already has it."""
     scales = quantizer_scale(quantizer, lambda: amax(x) if amax_of_x is None else amax_of_x)
     out = quantize(x, scales.scale, dtype=quantizer.spec.dtype, k_axes=k_axes, q=q, q_t=q_t, colsum=colsum)
+    return cast_result(scales, out.q, out.q_t, out.amax, out.colsum)
+
+
+def named(quantizer: Quantizer, saved: Any) -> Any:
+    """What a backward needs of a quantized tensor, under the name that the Quantizer has for checkpoint policies."""
+    name = quantizer.spec.checkpoint_name
+    return saved if name is None else checkpoint_name(saved, name)
+
+
+def quantize_stack_for(quantizer: Quantizer, parts: Sequence[jax.Array], *, colsum=False) -> Cast:
+    """Quantizes the stack [m.., P, n] of 2 or 3 parts [m.., n] both ways, as its Quantizer says."""
+    if parts[0].shape[-1] % 8:
+        return quantize_for(quantizer, jnp.stack(parts, axis=-2), k_axes=2, q_t=True, colsum=colsum)
+    scales = quantizer_scale(quantizer, lambda: functools.reduce(jnp.maximum, map(amax, parts)))
+    x0, x1, x2 = (*parts, None)[:3]
+    out = quantize_stack(x0, x1, x2, scales.scale, dtype=quantizer.spec.dtype, q_t=True, colsum=colsum)
     return cast_result(scales, out.q, out.q_t, out.amax, out.colsum)
 
 

@@ -1,0 +1,126 @@
+"""layernorm_projections: a norm and several products that read it, as attention's q, k and v.
+
+In FP8 the norm writes its result quantized, once for all products. A kernel of stacked outputs, [K, P, N], gives P
+results of their own, so that what reads them needs no copy; nor are their gradients copied together again: the cast
+reads them where they are. The gradients of the input are added up by the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.ops.dense import Dense, Saved, check_dense, dense, dense_backward, matmul, save
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
+from transformer_engine_jax.ops.quantize import Cast, quantize_for, quantize_stack_for
+from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
+
+
+class _Static(NamedTuple):
+    norm: Norm | None
+    products: tuple[Dense, ...]
+    return_input: bool
+
+
+def _product(static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantizers) -> tuple[list[jax.Array], Saved]:
+    """The results of one kernel [K, N], or [K, P, N]."""
+    cast = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - 1, q_t=True)
+    transposed, accumulation = cast.q_t, quantizers.x.spec.recipe.fp8_gemm_fprop
+
+    def result(kernel_t, bias):
+        one = QuantizedTensor(kernel_t, transposed.scale_inv)
+        return matmul(cast_x.q, one, bias, 1, static.x_dtype, accumulation)
+
+    if kernel.ndim == 2:
+        results = [result(transposed.data, bias)]
+    else:
+        results = [result(transposed.data[i], None if bias is None else bias[i]) for i in range(kernel.shape[1])]
+    return results, save(cast_x, cast, quantizers)
+
+
+def _forward(static: _Static, x, gamma, beta, kernels, biases, quantizers: tuple[GemmQuantizers, ...]):
+    quantizer, norm_saved = quantizers[0].x, None
+    if static.norm is None:
+        cast_x = quantize_for(quantizer, x, q_t=True)
+    else:
+        cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizer)
+    results, saved = [], []
+    for product, kernel, bias, of_product in zip(static.products, kernels, biases, quantizers):
+        ys, kept = _product(product, cast_x, kernel, bias, of_product)
+        results += ys
+        saved.append(kept)
+    return (results, x if static.return_input else None), (norm_saved, saved)
+
+
+def _backward(static: _Static, residuals: tuple, cotangents):
+    norm_saved, saved = residuals
+    (dys, past), dx = cotangents, None
+    dys, dkernels, dbiases, reports = iter(dys), [], [], []
+    for product, kept in zip(static.products, saved):
+        with_bias, stacked = product.bias_dtype is not None, kept.kernel.data.ndim == 3
+        parts = [next(dys) for _ in range(kept.kernel.data.shape[1] if stacked else 1)]
+        if stacked:
+            cast_dy = quantize_stack_for(kept.quantizers.grad, parts, colsum=with_bias)
+        else:
+            cast_dy = quantize_for(kept.quantizers.grad, parts[0], q_t=True, colsum=with_bias)
+        dx, dkernel, dbias, report = dense_backward(product, kept, cast_dy, dx)
+        dkernels.append(dkernel)
+        dbiases.append(dbias)
+        reports.append(report)
+    dgamma = dbeta = None
+    if static.norm is not None:
+        dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
+    elif past is not None:
+        dx = dx + past
+    return dx, dgamma, dbeta, tuple(dkernels), tuple(dbiases), tuple(reports)
+
+
+_fp8_layernorm_projections = differentiable(_forward, _backward)
+
+
+def layernorm_projections(
+    x,
+    gamma,
+    beta,
+    kernels: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    *,
+    norm_options: Norm | None = Norm(),
+    quantizers: Sequence[GemmQuantizers] | None = None,
+    return_input: bool = False,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """(norm(x[.., K]) times each kernel, plus its bias; and x itself where return_input asks for it, else None).
+
+    Args:
+      x: f32, f16 or bf16; results have its dtype.
+      gamma, beta: [K]; beta None makes it an RMSNorm; both None where norm_options is None (no norm).
+      kernels: [K, N], which gives one result [.., N]; or [K, P, N] with P 2 or 3, which gives P of them.
+      biases: [N], [P, N] or None, one for each kernel.
+      norm_options: epsilon and zero_centered_gamma, or None for no norm.
+      quantizers: one for each kernel; the normed x is quantized by the first one's. None computes in x's precision.
+      return_input: as in `layernorm_dense`.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    for kernel, bias in zip(kernels, biases, strict=True):
+        if kernel.ndim not in (2, 3) or (kernel.ndim == 3 and kernel.shape[1] not in (2, 3)):
+            raise ValueError(
+                f"layernorm_projections: kernels: expected [K, N], [K, 2, N] or [K, 3, N], got {list(kernel.shape)}"
+            )
+        check_dense("layernorm_projections", x, kernel, bias, 1)
+    if norm_options is not None:
+        check_norm("layernorm_projections", x, gamma, beta)
+    if quantizers is None or quantizers[0].x.spec.calibrating:
+        normed, results = x if norm_options is None else norm(norm_options, x, gamma, beta), []
+        for kernel, bias, of_product in zip(kernels, biases, quantizers or [None] * len(kernels), strict=True):
+            y = dense(normed, kernel, bias, quantizers=of_product)
+            results += [y] if kernel.ndim == 2 else [y[..., i, :] for i in range(kernel.shape[1])]
+        return results, x if return_input else None
+    products = tuple(Dense.of(x, kernel, bias, 1) for kernel, bias in zip(kernels, biases))
+    static = _Static(norm_options, products, return_input)
+    return _fp8_layernorm_projections(static, x, gamma, beta, tuple(kernels), tuple(biases), tuple(quantizers))
