@@ -1,44 +1,102 @@
-"""python -m benchmarks layer --config gpt llama small --against flax ours-delayed --json FILE
-python -m benchmarks profile --config gpt --against ours-delayed"""
+"""What README claims, as commands:
+
+python -m benchmarks layer --config gpt llama small --against flax,flax-fp8,te --json FILE
+python -m benchmarks gemm --config gpt
+python -m benchmarks attention --config llama
+python -m benchmarks kernels --hidden 4096 16384
+python -m benchmarks train --steps 300
+python -m benchmarks profile --config gpt --against te-delayed
+python -m benchmarks readme
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
+from collections.abc import Iterable
 
-import jax
-
-from benchmarks import layer, profile
+from benchmarks import attention, gemm, kernels, layer, peers, profile, readme, report, train
 from benchmarks.shapes import SHAPES
 
+MODULES = {"layer": layer, "gemm": gemm, "attention": attention, "kernels": kernels, "train": train}
+LAYERS = ["flax", "flax-fp8", "te", "nvidia"]
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("what", choices=["layer", "profile"])
-    parser.add_argument("--config", nargs="+", choices=list(SHAPES), default=["gpt", "llama", "small"])
-    parser.add_argument("--against", nargs="+", choices=list(layer.CONTENDERS), default=list(layer.CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--json", type=pathlib.Path, help="write the rows to this file too")
-    args = parser.parse_args()
-    if args.what == "profile":
-        for config in args.config:
-            for name in args.against:
-                print(f"{config} {name}\n{profile.table(layer.Step(name, SHAPES[config]))}\n", flush=True)
-        return
-    rows = []
-    for config in args.config:
-        for row in layer.run(config, args.against, args.rounds):
-            rows.append(row)
-            print(
-                f"{row['config']:>6} {row['contender']:<14} {row['ms']:8.3f} ms  x{row['speedup']:.2f}  "
-                f"+-{row['spread']:.1%}  trace {row['trace_s']:.1f} s  compile {row['compile_s']:.1f} s  "
-                f"temp {row['temp_gib']:.2f} GiB",
-                flush=True,
+
+def chosen(texts: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names that comma-separated lists mean: where `te` is no name itself, it is each of te-bf16, te-delayed ..."""
+    known, names = list(known), []
+    for given in ",".join(texts).split(","):
+        found = [given] if given in known else [name for name in known if name.startswith(given + "-")]
+        if not found:
+            raise SystemExit(f"benchmarks: --against: expected some of {', '.join(known)}, got {given!r}")
+        names += found
+    return list(dict.fromkeys(names))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="what", required=True)
+    for name in (*MODULES, "profile"):
+        module = MODULES.get(name, profile)
+        command = commands.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__)
+        add = command.add_argument
+        add("--json", type=pathlib.Path, metavar="FILE", help="write the rows to this file too")
+        if name == "kernels":
+            add("--hidden", type=int, nargs="+", default=list(kernels.HIDDEN))
+            add("--rows", type=int, default=16384)
+            add("--only", default="", metavar="TEXT", help="kernels whose name holds TEXT")
+        else:
+            several = {"nargs": "+", "default": ["gpt", "llama", "small"]} if name != "train" else {"default": "llama"}
+            add("--config", choices=list(SHAPES), **several)
+            add("--against", nargs="+", metavar="NAMES", help="contenders, separated by spaces or commas")
+        if name == "train":
+            train.add_arguments(command)
+        else:
+            add("--rounds", type=int, default=12, help="in each of which every contender runs")
+            add("--calls", type=int, default=5, help="of each contender in a round")
+        if name == "layer":
+            add("--no-floor", action="store_true", help="skip measuring what the layer could take at least")
+            add(
+                "--copy",
+                type=int,
+                nargs=2,
+                default=list(layer.COPY),
+                help="size of the copy that the floor counts with",
             )
-    if args.json:
-        device = jax.devices()[0].device_kind
-        args.json.write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": rows}, indent=1) + "\n")
+    commands.add_parser("readme", help=readme.__doc__.splitlines()[0])
+    return parser.parse_args(argv)
+
+
+def rows_of(args: argparse.Namespace) -> Iterable[dict]:
+    if args.what == "train":
+        return train.run(args.config, chosen(args.against or train.DEFAULT, peers.CONTENDERS), train.Options.of(args))
+    timing = {"rounds": args.rounds, "calls_per_round": args.calls}
+    if args.what == "kernels":
+        return kernels.run(args.hidden, args.rows, args.only, **timing)
+    if args.what == "layer":
+        against = chosen(args.against or LAYERS, peers.CONTENDERS)
+        return layer.run(args.config, against, floor=not args.no_floor, copy=tuple(args.copy), **timing)
+    module = MODULES[args.what]
+    return module.run(args.config, chosen(args.against or module.CONTENDERS, module.CONTENDERS), **timing)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if args.what == "readme":
+        readme.write()
+    elif args.what == "profile":
+        for config in args.config:
+            for name in chosen(args.against or ["te"], peers.CONTENDERS):
+                print(f"{config} {name}\n{profile.table(layer.Step(name, SHAPES[config]))}\n", flush=True)
+    else:
+        rows = []
+        for row in rows_of(args):
+            rows.append(row)
+            print(MODULES[args.what].line(row), flush=True)
+        if args.json:
+            report.save(args.json, args.what, rows)
 
 
 if __name__ == "__main__":

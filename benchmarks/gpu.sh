@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Builds for the GPU that is here, with the packages that are here, and runs checks and tests on it.
 #
-#   benchmarks/gpu.sh OUT [kernels] [tests] [train]      logs go to the folder OUT; default: all three
+#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] ...    logs go to the folder OUT; default: the first three
 set -u -o pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: benchmarks/gpu.sh OUT [kernels] [tests] [train]}
+out=${1:?usage: benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [attention]}
 shift
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -18,6 +18,7 @@ for part in "${@:-kernels tests train}"; do
       kernels) python3 benchmarks/kernels_check.py --json "$out/kernels.json" 2>&1 | tee "$out/kernels.log" | tail -70 ;;
       tests) python3 -m pytest -q -n 8 2>&1 | tee "$out/tests.log" | tail -30 ;;
       train) python3 examples/train_gpt.py --out "$out/run" 2>&1 | tee "$out/train.log" | tail -20 ;;
+      layer | gemm | attention) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
       *) echo "unknown step $step"; exit 2 ;;
     esac || status=1
   done

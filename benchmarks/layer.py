@@ -2,58 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import time
+from collections.abc import Iterator
 
 import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-import transformer_engine_jax as te
-import transformer_engine_jax.flax as te_flax
-from benchmarks.peers import FlaxLayer
+from benchmarks.floor import COPY, Machine
+from benchmarks.peers import CONTENDERS, IN_BF16
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.timing import interleaved
-from transformer_engine_jax import recipe
-
-
-def our_layer(shape: Shape) -> te_flax.TransformerLayer:
-    return te_flax.TransformerLayer(
-        hidden_size=shape.hidden,
-        mlp_hidden_size=shape.mlp,
-        num_attention_heads=shape.heads,
-        num_gqa_groups=shape.groups,
-        layernorm_type="rmsnorm" if shape.rmsnorm else "layernorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        mlp_activations=("silu", "linear") if shape.gated else ("gelu",),
-        use_bias=shape.biases,
-        self_attn_mask_type="causal",
-        enable_relative_embedding=False,
-        enable_rotary_pos_emb=shape.rope,
-        rotary_pos_emb_group_method="alternate",
-        scale_attn_logits=True,
-    )
-
-
-CONTENDERS = {
-    "flax": lambda s: (FlaxLayer(s), None),
-    "flax-fp8": lambda s: (FlaxLayer(s, functools.partial(nn.Fp8DotGeneralOp)), None),
-    "ours-bf16": lambda s: (our_layer(s), None),
-    "ours-delayed": lambda s: (our_layer(s), recipe.DelayedScaling()),
-    "ours-current": lambda s: (our_layer(s), recipe.Float8CurrentScaling()),
-}
+from benchmarks.timing import interleaved, without_failures
 
 
 class Step:
     """A compiled step: all gradients of a layer under a fixed random cotangent; keeps FP8 state from call to call."""
 
     def __init__(self, name: str, shape: Shape):
-        layer, fp8 = CONTENDERS[name](shape)
+        layer, context = CONTENDERS[name](shape)
         x = jax.random.normal(jax.random.key(0), (shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
         self.x, self.dy = x, jax.random.normal(jax.random.key(1), x.shape, jnp.bfloat16)
-        with te.autocast(fp8 is not None, fp8):
+        with context():
             variables = nn.unbox(jax.jit(layer.init)(jax.random.key(2), x))
             self.state, self.params = flax.core.pop(variables, "params")
 
@@ -77,25 +47,38 @@ class Step:
         return out
 
 
-def run(config: str, against: list[str], rounds: int) -> list[dict]:
-    """One row for each contender: ms, ratio to the first, compile seconds, temp GiB, relative error of dx."""
-    shape = SHAPES[config]
-    steps = {name: Step(name, shape) for name in against}
-    timings = interleaved(steps, rounds=rounds)
-    first = timings[against[0]].median
-    rows = []
-    for name, step in steps.items():
-        ms, spread = timings[name]
-        rows.append(
-            dict(
-                config=config,
-                contender=name,
-                ms=ms,
-                spread=spread,
-                speedup=first / ms,
-                trace_s=step.trace_s,
-                compile_s=step.compile_s,
-                temp_gib=step.temp_gib,
-            )
-        )
-    return rows
+def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY, **timing) -> Iterator[dict]:
+    """A row for each config and contender: ms, ratio to the first contender and to the floor, compile time, memory."""
+    machine = Machine(copy=copy) if floor else None
+    for config in configs:
+        shape = SHAPES[config]
+        steps, failed = without_failures({name: lambda name=name: Step(name, shape) for name in against})
+        timings = interleaved(steps, **timing)
+        compiled = {name: (step.trace_s, step.compile_s, step.temp_gib) for name, step in steps.items()}
+        steps.clear()  # their memory goes to what the floor measures
+        floors = {fp8: machine.floor(shape, fp8) for fp8 in {n not in IN_BF16 for n in timings}} if machine else {}
+        first = next((timings[name].median for name in against if name in timings), None)
+        for name in against:
+            row = {"config": config, "contender": name}
+            if name in failed:
+                yield row | {"skipped": failed[name]}
+                continue
+            ms, spread = timings[name]
+            trace_s, compile_s, temp_gib = compiled[name]
+            row |= {"ms": ms, "spread": spread, "speedup": first / ms, "tflop_per_s": shape.flop / ms / 1e9}
+            row |= {"trace_s": trace_s, "compile_s": compile_s, "temp_gib": temp_gib}
+            if machine:
+                least = floors[name not in IN_BF16]
+                row |= {"floor_ms": least.ms, "of_floor": ms / least.ms, "floor": least._asdict()}
+            yield row
+
+
+def line(row: dict) -> str:
+    what = f"{row['config']:>6} {row['contender']:<14}"
+    if "skipped" in row:
+        return f"{what} skipped: {row['skipped']}"
+    floor = f"  {row['of_floor']:.2f} x floor {row['floor_ms']:.3f} ms" if "floor" in row else ""
+    return (
+        f"{what} {row['ms']:8.3f} ms  x{row['speedup']:.2f}  +-{row['spread']:.1%}  {row['tflop_per_s']:6.1f} TFLOP/s"
+        f"{floor}  trace {row['trace_s']:.1f} s  compile {row['compile_s']:.1f} s  temp {row['temp_gib']:.2f} GiB"
+    )

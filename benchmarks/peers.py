@@ -1,14 +1,20 @@
-"""The layer that peers are measured with: plain Flax in bf16 with cuDNN attention, and the same with XLA's FP8."""
+"""Who is measured: plain Flax in bf16 with cuDNN attention, the same with XLA's FP8, our layer, and NVIDIA's."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
 from benchmarks.shapes import Shape
+from transformer_engine_jax import recipe
 from transformer_engine_jax.ops.rope import rope, rope_frequencies
 
 
@@ -30,17 +36,16 @@ class FlaxLayer(nn.Module):
             extra = {} if self.dot_general_cls is None else {"dot_general_cls": self.dot_general_cls}
             return nn.DenseGeneral(features, axis=axis, use_bias=s.biases, dtype=jnp.bfloat16, **extra)(x)
 
-        head = s.hidden // s.heads
         y = norm(x)
         if s.groups == s.heads:
-            qkv = product(y, (3, s.heads, head))
+            qkv = product(y, (3, s.heads, s.head))
             q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         else:
-            q = product(y, (s.heads, head))
-            kv = product(y, (2, s.groups, head))
+            q = product(y, (s.heads, s.head))
+            kv = product(y, (2, s.groups, s.head))
             k, v = kv[:, :, 0], kv[:, :, 1]
         if s.rope:
-            frequencies = rope_frequencies(head)
+            frequencies = rope_frequencies(s.head)
             q, k = rope(q, frequencies, group="alternate"), rope(k, frequencies, group="alternate")
         implementation = "cudnn" if jax.default_backend() == "gpu" else None
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
@@ -51,3 +56,66 @@ class FlaxLayer(nn.Module):
         else:
             y = jax.nn.gelu(product(y, s.mlp))
         return x + product(y, s.hidden)
+
+
+def _options(shape: Shape) -> dict[str, Any]:
+    """The shape as fields of TransformerLayer, NVIDIA's and ours alike."""
+    return dict(
+        hidden_size=shape.hidden,
+        mlp_hidden_size=shape.mlp,
+        num_attention_heads=shape.heads,
+        num_gqa_groups=shape.groups,
+        layernorm_type="rmsnorm" if shape.rmsnorm else "layernorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        mlp_activations=("silu", "linear") if shape.gated else ("gelu",),
+        use_bias=shape.biases,
+        self_attn_mask_type="causal",
+        enable_relative_embedding=False,
+        enable_rotary_pos_emb=shape.rope,
+        rotary_pos_emb_group_method="alternate",
+        scale_attn_logits=True,
+        transpose_batch_sequence=False,
+    )
+
+
+def our_layer(shape: Shape, **options) -> te_flax.TransformerLayer:
+    return te_flax.TransformerLayer(**_options(shape), **options)
+
+
+def _nvidia(recipe_name: str | None) -> Callable[[Shape], Contender]:
+    def make(shape: Shape) -> Contender:
+        import transformer_engine.jax as nvidia
+        from transformer_engine.common import recipe as nvidia_recipe
+        from transformer_engine.jax.flax import TransformerLayer
+
+        fp8 = None if recipe_name is None else getattr(nvidia_recipe, recipe_name)()
+        return Contender(
+            TransformerLayer(**_options(shape)),
+            lambda: nvidia.fp8_autocast(enabled=fp8 is not None, fp8_recipe=fp8),
+        )
+
+    return make
+
+
+class Contender(NamedTuple):
+    layer: nn.Module
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # what it is traced under
+
+
+def _ours(fp8: recipe.Recipe | None) -> Callable[[Shape], Contender]:
+    return lambda shape: Contender(our_layer(shape), lambda: te.autocast(fp8 is not None, fp8))
+
+
+# What makes a contender raises ImportError where its package is not installed.
+CONTENDERS: dict[str, Callable[[Shape], Contender]] = {
+    "flax": lambda shape: Contender(FlaxLayer(shape)),
+    "flax-fp8": lambda shape: Contender(FlaxLayer(shape, functools.partial(nn.Fp8DotGeneralOp))),
+    "te-bf16": _ours(None),
+    "te-delayed": _ours(recipe.DelayedScaling()),
+    "te-current": _ours(recipe.Float8CurrentScaling()),
+    "nvidia-bf16": _nvidia(None),
+    "nvidia-delayed": _nvidia("DelayedScaling"),
+    "nvidia-current": _nvidia("Float8CurrentScaling"),
+}
+IN_BF16 = ("flax", "te-bf16", "nvidia-bf16")

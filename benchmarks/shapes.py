@@ -1,4 +1,4 @@
-"""The shapes that are measured."""
+"""The shapes that are measured, and the matrix products of a layer of each."""
 
 from typing import NamedTuple
 
@@ -15,10 +15,76 @@ class Shape(NamedTuple):
     rope: bool = False
     biases: bool = True
 
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def head(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kernels(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the layer's four kernels."""
+        mlp = self.mlp * (2 if self.gated else 1)
+        return {
+            "qkv": (self.hidden, (self.heads + 2 * self.groups) * self.head),
+            "proj": (self.hidden, self.hidden),
+            "fc1": (self.hidden, mlp),
+            "fc2": (self.mlp, self.hidden),
+        }
+
+    @property
+    def parameters(self) -> int:
+        """Entries of the four kernels."""
+        return sum(k * n for k, n in self.kernels.values())
+
+    @property
+    def attention_flop(self) -> int:
+        """Floating-point operations of causal attention, forward: half of the two full products."""
+        return 2 * self.batch * self.heads * self.seq**2 * self.head
+
+    @property
+    def flop(self) -> int:
+        """Of a layer's products and attention, forward and backward: three times the forward, nothing recomputed."""
+        return 3 * (2 * self.tokens * self.parameters + self.attention_flop)
+
+
+class Product(NamedTuple):
+    """d[m, n] = a[m, k] b[n, k]^T."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def of_gradient(self) -> str:
+        """Which operand is a gradient: "a", "b", or "" in the forward pass."""
+        return {"fprop": "", "dgrad": "a", "wgrad": "b"}[self.name.split()[1]]
+
+    @property
+    def flop(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+def products(shape: Shape) -> list[Product]:
+    """The twelve products of a layer's step."""
+    found = []
+    for name, (k, n) in shape.kernels.items():
+        t = shape.tokens
+        found += [
+            Product(f"{name} fprop", t, n, k),
+            Product(f"{name} dgrad", t, k, n),
+            Product(f"{name} wgrad", k, n, t),
+        ]
+    return found
+
 
 SHAPES = {
     "gpt": Shape(8, 2048, 4096, 16384, 32, 32),
     "llama": Shape(4, 4096, 4096, 14336, 32, 8, rmsnorm=True, gated=True, rope=True, biases=False),
     "small": Shape(8, 1024, 1024, 4096, 16, 16),
-    "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU
+    "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as is the next
+    "tiny-llama": Shape(2, 64, 128, 256, 4, 2, rmsnorm=True, gated=True, rope=True, biases=False),
 }

@@ -1,37 +1,80 @@
-"""Interleaved rounds: contenders take turns, so that clocks and temperature treat them alike."""
+"""How all is timed: contenders take turns in one process, so that clocks and temperature treat them alike."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+AT_ONCE = 6 * 10**9  # bytes
 
 
 class Timing(NamedTuple):
     median: float  # ms a call
     spread: float  # (third quartile - first) / median
 
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Timing:
+        first, median, third = statistics.quantiles(samples, n=4)
+        return cls(median, (third - first) / median)
+
+
+class Repeated:
+    """One program that runs `call` on several sets of operands.
+
+    A call from Python costs more than a small kernel, and operands that were just read lie in the L2 cache. So a
+    program makes many calls, each on buffers of its own, which exceed the cache by far.
+    """
+
+    def __init__(self, call: Callable, sets: Sequence[Sequence[jax.Array]]):
+        self.sets, self.count = sets, len(sets)
+        self._compiled = jax.jit(lambda sets: [call(*operands) for operands in sets]).lower(sets).compile()
+
+    def __call__(self):
+        return self._compiled(self.sets)
+
+
+def operand_sets(operands: Sequence[jax.Array], size: int, most: int = 64) -> list[list[jax.Array]]:
+    """2 to `most` copies of `operands`, for calls that touch `size` bytes each; as many as fit into `AT_ONCE`."""
+    count = 2 if jax.default_backend() == "cpu" else min(max(AT_ONCE // max(size, 1), 2), most)
+    return [list(operands)] + [[jnp.copy(x) for x in operands] for _ in range(count - 1)]
+
 
 def interleaved(
     calls: dict[str, Callable[[], object]], *, rounds: int = 12, calls_per_round: int = 5
 ) -> dict[str, Timing]:
-    """Milliseconds of each call: medians over rounds in which every contender runs `calls_per_round` times."""
+    """Milliseconds of each call: medians over rounds in which every contender runs `calls_per_round` times.
+
+    A `Repeated` counts as the calls that it makes.
+    """
     for call in calls.values():
         for _ in range(3):
             jax.block_until_ready(call())
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    for _ in range(max(rounds, 2)):
         for name, call in calls.items():
             began = time.perf_counter()
             for _ in range(calls_per_round):
                 out = call()
             jax.block_until_ready(out)
-            samples[name].append((time.perf_counter() - began) / calls_per_round * 1e3)
-    timings = {}
-    for name, times in samples.items():
-        first, median, third = statistics.quantiles(times, n=4)
-        timings[name] = Timing(median, (third - first) / median)
-    return timings
+            count = calls_per_round * getattr(call, "count", 1)
+            samples[name].append((time.perf_counter() - began) / count * 1e3)
+            del out
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def without_failures(calls: dict[str, Callable[[], Callable]]) -> tuple[dict[str, Callable], dict[str, str]]:
+    """(contenders that were made and ran once, why the others did not)."""
+    ready, failed = {}, {}
+    for name, make in calls.items():
+        try:
+            call = make()
+            jax.block_until_ready(call())
+            ready[name] = call
+        except (ImportError, RuntimeError) as error:  # not installed; no such hardware, out of memory
+            failed[name] = str(error).strip().splitlines()[0][:160]
+    return ready, failed

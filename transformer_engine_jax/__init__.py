@@ -2,35 +2,49 @@
 
 import warnings as _warnings
 
-from transformer_engine_jax import recipe
+from transformer_engine_jax import policies, recipe
 from transformer_engine_jax.autocast import MeshResource, autocast, fp8_autocast, global_shard_guard
 from transformer_engine_jax.collections import update_collections
 from transformer_engine_jax.distribution import name_conflict as _name_conflict
+from transformer_engine_jax.explain import explain
+from transformer_engine_jax.export import export_checks
 from transformer_engine_jax.ops.activation import activation
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.dot_general import dot_general, einsum, fp8_dot_general
+from transformer_engine_jax.ops.fused_attn import fused_attn
 from transformer_engine_jax.ops.layernorm import layernorm, rmsnorm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.quantize import dequantize, quantize
 from transformer_engine_jax.ops.softmax import softmax
+from transformer_engine_jax.quantized import GemmState, QuantizerState
 from transformer_engine_jax.support import is_fp8_available
 
 __all__ = [
     "Attention",
+    "GemmState",
     "MeshResource",
+    "QuantizerState",
     "SequenceDescriptor",
     "activation",
     "autocast",
     "dense",
     "dequantize",
+    "dot_general",
     "dot_product_attention",
+    "einsum",
+    "explain",
+    "export_checks",
     "fp8_autocast",
+    "fp8_dot_general",
+    "fused_attn",
     "global_shard_guard",
     "is_fp8_available",
     "layernorm",
     "layernorm_dense",
     "layernorm_mlp",
+    "policies",
     "quantize",
     "recipe",
     "rmsnorm",

@@ -7,6 +7,7 @@ the next state. So a module used twice, scanned, vmapped or summed over microbat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import set_current_trace
 
-from transformer_engine_jax.autocast import current
+from transformer_engine_jax.autocast import autocast, current
 from transformer_engine_jax.kernel import differentiable
 from transformer_engine_jax.ops.state import BINS, mend_state, read, update_state
 from transformer_engine_jax.recipe import DelayedScaling, Recipe, delayed_scale
@@ -43,6 +44,20 @@ class QuantizerState:
     def create(cls, recipe: DelayedScaling) -> QuantizerState:
         history = jnp.zeros((recipe.amax_history_len,), jnp.float32)
         return cls(jnp.ones((), jnp.float32), history, jnp.ones((), jnp.float32))
+
+
+class GemmState(NamedTuple):
+    """What is remembered of one GEMM's operands: states for a recipe with a history, None for one without."""
+
+    x: QuantizerState | None
+    kernel: QuantizerState | None
+    grad: QuantizerState | None  # of the gradient of the output
+
+    @classmethod
+    def create(cls, recipe: Recipe | None = None) -> GemmState:
+        """The state before the first step; recipe None means DelayedScaling()."""
+        recipe = recipe or DelayedScaling()
+        return cls(*[QuantizerState.create(recipe) if recipe.stateful else None for _ in cls._fields])
 
 
 def _arithmetic(recipe: DelayedScaling, dtype) -> dict[str, Any]:
@@ -94,6 +109,7 @@ class QuantizerSpec(NamedTuple):
     dtype: np.dtype
     amax_axes: tuple[str, ...]
     calibrating: bool
+    checkpoint_name: str | None = None  # of what is quantized, for checkpoint policies
 
 
 @jax.tree_util.register_dataclass
@@ -149,12 +165,12 @@ def _attach_once(spec: QuantizerSpec, state: QuantizerState) -> Quantizer:
     return attached[key][1]
 
 
-def quantizer_spec(*, backward: bool = False) -> QuantizerSpec:
+def quantizer_spec(*, backward: bool = False, checkpoint_name: str | None = None) -> QuantizerSpec:
     """The spec of a tensor of the forward (or backward) pass under the context in force."""
     context = current()
     recipe = context.recipe
     dtype = recipe.backward_dtype if backward else recipe.forward_dtype
-    return QuantizerSpec(recipe, dtype, context.amax_axes, context.calibrating)
+    return QuantizerSpec(recipe, dtype, context.amax_axes, context.calibrating, checkpoint_name)
 
 
 def attach(state: QuantizerState | None, spec: QuantizerSpec) -> Quantizer:
@@ -177,6 +193,22 @@ def attach(state: QuantizerState | None, spec: QuantizerSpec) -> Quantizer:
     return _attach_once(spec, state)
 
 
+def attach_gemm(
+    states: GemmState = GemmState(None, None, None), checkpoint_name: str | None = None
+) -> GemmQuantizers | None:
+    """This step's Quantizers of one GEMM under the context in force; None where autocast is off."""
+    if current().recipe is None:
+        return None
+    forward = quantizer_spec(checkpoint_name=checkpoint_name)
+    backward = quantizer_spec(backward=True, checkpoint_name=checkpoint_name)
+    return GemmQuantizers(attach(states.x, forward), attach(states.kernel, forward), attach(states.grad, backward))
+
+
+def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
+    """The context in force, with this recipe where one is given."""
+    return contextlib.nullcontext() if recipe is None else autocast(True, recipe, amax_axes=current().amax_axes)
+
+
 def _keep_forward(_, y, states):
     return y, states
 
@@ -188,6 +220,9 @@ def _keep_backward(_, states, cotangent):
 _keep = differentiable(_keep_forward, _keep_backward)
 
 
-def keep(y: jax.Array, states: Any) -> jax.Array:
-    """y, tied to states that this step does not use: their gradient is their own value, not zero."""
-    return _keep(None, y, states) if jax.tree.leaves(states) else y
+def keep(y: Any, states: Any) -> Any:
+    """y, its first array tied to states that this step does not use: their gradient is their own value, not zero."""
+    if not jax.tree.leaves(states):
+        return y
+    (first, *others), tree = jax.tree.flatten(y)
+    return jax.tree.unflatten(tree, [_keep(None, first, states), *others])

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
+from jax.sharding import PartitionSpec
 
 from transformer_engine_jax.autocast import MeshResource, current
 
-# Logical axes that the modules use: of activations batch, seqlen, embed, heads, mlp; of parameters embed (of the
-# residual stream), mlp and heads (what tensor parallelism splits), act and qkv (the stacked products), lora.
+# Logical axes that the modules use: of activations batch, seqlen, seqlen_tp (between the products, under sequence
+# parallelism), embed_activations, heads, mlp; of parameters embed (of the residual stream), mlp and heads (what tensor
+# parallelism splits), act and qkv (the stacked products), lora.
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 
@@ -22,6 +24,7 @@ def logical_axis_rules(resource: MeshResource) -> tuple[tuple[str, str | tuple[s
     return (
         ("batch", batch or None),
         ("seqlen", resource.cp_resource),
+        ("seqlen_tp", tuple(a for a in (resource.cp_resource, tensor) if a) or None),
         ("embed", resource.fsdp_resource),
         ("mlp", tensor),
         ("heads", tensor),
@@ -49,6 +52,14 @@ def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | tuple[str,
     return rules + tuple(r for r in logical_axis_rules(current().mesh_resource) if r[0] not in named)
 
 
+def activation_axes(
+    features: str = "embed_activations", *, transposed: bool, sequence_parallel: bool = False
+) -> tuple[str, str, str]:
+    """Logical axes of activations [B, S, features] or, transposed, [S, B, features]."""
+    seqlen = "seqlen_tp" if sequence_parallel else "seqlen"
+    return (seqlen, "batch", features) if transposed else ("batch", seqlen, features)
+
+
 def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     """x, sharded over the mesh as its logical axes say; x itself where no mesh or no rule is in force.
 
@@ -61,12 +72,19 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
         return x
     if len(axes) != x.ndim:
         raise ValueError(f"constrain: expected {x.ndim} logical axes for x{list(x.shape)}, got {tuple(axes)}")
-    rules = nn.get_logical_axis_rules() or logical_axis_rules(current().mesh_resource)
+    rules = tuple(nn.get_logical_axis_rules()) or logical_axis_rules(current().mesh_resource)
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.are_all_axes_manual or mesh.are_all_axes_explicit:
+    if mesh.empty or mesh.are_all_axes_manual:
         return nn.with_logical_constraint(x, tuple(axes)) if mesh.empty else x
     with nn.logical_axis_rules(rules):
         spec = nn.logical_to_mesh_axes(tuple(axes))
-    if all(entry is None for entry in spec):
+    # To be whole along the sequence says something where it may be sharded between the products.
+    gathers = "seqlen" in axes and any(name == "seqlen_tp" and to for name, to in rules)
+    if all(entry is None for entry in spec) and not gathers:
         return x
-    return jax.lax.with_sharding_constraint(x, spec)
+    free = [name == "batch" and entry is None for name, entry in zip(axes, spec)]  # its owner has it as it is
+    if mesh.are_all_axes_explicit:
+        own = jax.typeof(x).sharding.spec
+        return jax.sharding.reshard(x, PartitionSpec(*[o if f else s for f, o, s in zip(free, own, spec)]))
+    spec = [PartitionSpec.UNCONSTRAINED if f else s for f, s in zip(free, spec)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

@@ -10,31 +10,31 @@ namespace {
 
 // ---- Inner loops. `gate` and `dgate` are z[1] and its gradient, null for A = 1.
 
-template <typename Curve>
-TE_SIMD void curve_row(const float* z, const float* gate, float* y, int64_t n) {
+template <typename C>
+TE_SIMD void curve_row(C curve, const float* z, const float* gate, float* y, int64_t n) {
   if (gate) {
     TE_ELEMENTWISE
-    for (int64_t i = 0; i < n; ++i) y[i] = Curve::at(z[i]).value * gate[i];
+    for (int64_t i = 0; i < n; ++i) y[i] = curve.at(z[i]).value * curve.gate(gate[i]).value;
   } else {
     TE_ELEMENTWISE
-    for (int64_t i = 0; i < n; ++i) y[i] = Curve::at(z[i]).value;
+    for (int64_t i = 0; i < n; ++i) y[i] = curve.at(z[i]).value;
   }
 }
 
-template <typename Curve>
-TE_SIMD void curve_gradient_row(const float* dy, const float* z, const float* gate, float* dz, float* dgate,
+template <typename C>
+TE_SIMD void curve_gradient_row(C curve, const float* dy, const float* z, const float* gate, float* dz, float* dgate,
                                 int64_t n) {
   if (gate) {
     TE_ELEMENTWISE
     for (int64_t i = 0; i < n; ++i) {
-      const Point p = Curve::at(z[i]);
+      const Point p = curve.at(z[i]), g = curve.gate(gate[i]);
       const float dproduct = dy[i];
-      dz[i] = dproduct * gate[i] * p.slope;
-      dgate[i] = dproduct * p.value;
+      dz[i] = dproduct * g.value * p.slope;
+      dgate[i] = dproduct * p.value * g.slope;
     }
   } else {
     TE_ELEMENTWISE
-    for (int64_t i = 0; i < n; ++i) dz[i] = dy[i] * Curve::at(z[i]).slope;
+    for (int64_t i = 0; i < n; ++i) dz[i] = dy[i] * curve.at(z[i]).slope;
   }
 }
 
@@ -44,16 +44,16 @@ TE_SIMD void curve_gradient_row(const float* dy, const float* z, const float* ga
 
 ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, Out y, Out y_t, Out amax,
                          ActivationAttributes attributes) {
-  const Check check = check_activation_fwd(z, scale, y, y_t, amax, attributes.activation);
+  const Check check = check_activation_fwd(z, scale, y, y_t, amax, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows input(z, 2);
   const RowsResult result = rows_result(matrix(y, 1), scale, y_t, amax);
   const int64_t n = result.y.cols;
-  return with_curve(activation.curve, [&](auto curve) {
+  return with_curve(activation.curve, attributes, [&](auto curve) {
     store_rows(pool, result, [&](int64_t row, float* values, float* scratch) {
       const float* gate = activation.gated ? input.at(row, scratch, n, n) : nullptr;
-      curve_row<decltype(curve)>(input.at(row, values, 0, n), gate, values, n);
+      curve_row(curve, input.at(row, values, 0, n), gate, values, n);
     });
     return ffi::Error::Success();
   });
@@ -61,17 +61,17 @@ ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, Out y, Out y_t, O
 
 ffi::Error ActivationBwd(ffi::ThreadPool pool, In dy, In z, In scale, Out dz, Out dz_t, Out amax, Out dbias,
                          ActivationAttributes attributes) {
-  const Check check = check_activation_bwd(dy, z, scale, dz, dz_t, amax, dbias, attributes.activation);
+  const Check check = check_activation_bwd(dy, z, scale, dz, dz_t, amax, dbias, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows cotangent(dy, 1), input(z, 2);
   const RowsResult result = rows_result(matrix(dz, 2), scale, dz_t, amax, data_or_null<float>(dbias));
   const int64_t n = cotangent.cols();
-  return with_curve(activation.curve, [&](auto curve) {
+  return with_curve(activation.curve, attributes, [&](auto curve) {
     store_rows(pool, result, [&](int64_t row, float* values, float* scratch) {
       const float* z_row = input.at(row, values);
       const float* gate = activation.gated ? z_row + n : nullptr;
-      curve_gradient_row<decltype(curve)>(cotangent.at(row, scratch), z_row, gate, values, values + n, n);
+      curve_gradient_row(curve, cotangent.at(row, scratch), z_row, gate, values, values + n, n);
     });
     return ffi::Error::Success();
   });

@@ -10,9 +10,11 @@ namespace {
 // A curve known at compile time, and one that every block branches to, 8 values at a time: 2 instructions a value more.
 template <typename C>
 struct Fixed {
+  C curve;
+
   template <typename F>
   __device__ __forceinline__ void with(F&& f) const {
-    f(C{});
+    f(curve);
   }
 };
 struct AnyCurve {
@@ -55,7 +57,7 @@ struct Forward {
   __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const {
     curve.with([&](auto c) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) v[0][j] = c.at(raw.z[j]).value * (kGated ? raw.gate[j] : 1.f);
+      for (int j = 0; j < 8; ++j) v[0][j] = c.at(raw.z[j]).value * (kGated ? c.gate(raw.gate[j]).value : 1.f);
     });
   }
 };
@@ -90,17 +92,24 @@ struct Backward {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const Point p = c.at(raw.z[j]);
-        v[0][j] = raw.dy[j] * (kGated ? raw.gate[j] : 1.f) * p.slope;
-        if constexpr (kGated) v[1][j] = raw.dy[j] * p.value;
+        const Point g = kGated ? c.gate(raw.gate[j]) : Point{1.f, 0.f};
+        v[0][j] = raw.dy[j] * g.value * p.slope;
+        if constexpr (kGated) v[1][j] = raw.dy[j] * p.value * g.slope;
       }
     });
   }
 };
 
 // Calls f(T{}, std::bool_constant<gated>{}, curve), with AnyDtype where operands differ in dtype or are not whole
-// vectors. The two curves of most models have kernels of their own in bf16.
+// vectors. The two curves of most models have kernels of their own in bf16, and so has the one with parameters.
 template <typename F>
-ffi::Error with_variant(DType dtype, bool vector, const Activation& activation, F&& f) {
+ffi::Error with_variant(DType dtype, bool vector, const Activation& activation, const ActivationAttributes& attributes,
+                        F&& f) {
+  if (activation.curve == Curve::kClampedSilu) {
+    const Fixed<ClampedSilu> clamped{clamped_silu(attributes)};
+    if (vector && dtype == DType::BF16) return f(bf16{}, std::true_type{}, clamped);
+    return f(AnyDtype{}, std::true_type{}, clamped);
+  }
   const auto run = [&](auto t, auto curve) {
     return activation.gated ? f(t, std::true_type{}, curve) : f(t, std::false_type{}, curve);
   };
@@ -115,13 +124,13 @@ ffi::Error with_variant(DType dtype, bool vector, const Activation& activation, 
 
 ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, Out y, Out y_t, Out amax,
                          ActivationAttributes attributes) {
-  const Check check = check_activation_fwd(z, scale, y, y_t, amax, attributes.activation);
+  const Check check = check_activation_fwd(z, scale, y, y_t, amax, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const Matrix m = matrix(y, 1);
   Result out = fp8_or_float_result(y, scale, y_t, amax, m.rows, m.cols);
   out.vector = out.vector && aligned(z.untyped_data());
-  return with_variant(z.element_type(), out.vector, activation, [&](auto t, auto gated, auto curve) {
+  return with_variant(z.element_type(), out.vector, activation, attributes, [&](auto t, auto gated, auto curve) {
     const Forward<decltype(t), decltype(gated)::value, decltype(curve)> in{
         {z.untyped_data(), z.element_type()}, m.cols, curve};
     return launch_tiles(stream, in, out);
@@ -131,7 +140,7 @@ ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, Out y, Out y_t, Ou
 // Workspace: 4 * A * N * ceil(rows / 128) bytes where dbias is asked for.
 ffi::Error ActivationBwd(cudaStream_t stream, In dy, In z, In scale, Out dz, Out dz_t, Out amax, Out dbias,
                          Out workspace, ActivationAttributes attributes) {
-  Check check = check_activation_bwd(dy, z, scale, dz, dz_t, amax, dbias, attributes.activation);
+  Check check = check_activation_bwd(dy, z, scale, dz, dz_t, amax, dbias, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const Matrix m = matrix(dy, 1);
@@ -140,7 +149,7 @@ ffi::Error ActivationBwd(cudaStream_t stream, In dy, In z, In scale, Out dz, Out
   Result out = fp8_or_float_result(dz, scale, dz_t, amax, m.rows, m.cols);
   out.vector = out.vector && aligned(z.untyped_data()) && aligned(m.data);
   const bool fast = out.vector && m.dtype == z.element_type();
-  return with_variant(z.element_type(), fast, activation, [&](auto t, auto gated, auto curve) {
+  return with_variant(z.element_type(), fast, activation, attributes, [&](auto t, auto gated, auto curve) {
     const Backward<decltype(t), decltype(gated)::value, decltype(curve)> in{
         {m.data, m.dtype}, {z.untyped_data(), z.element_type()}, m.cols, curve};
     return launch_tiles(stream, in, out, data_or_null<float>(dbias), workspace->untyped_data());

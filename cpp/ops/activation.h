@@ -4,9 +4,11 @@
 //   activation_bwd: dy[rows, N], z[rows, A, N], scale f32[]? -> dz[rows, A, N], dz_t[A, N, rows]?, amax f32[]?,
 //                   dbias f32[A, N]?, the sum of dz over rows before its cast
 //
-// A = 1: y = curve(z[0]). A = 2 (names that end in "_linear"): y = curve(z[0]) * z[1]. All arithmetic is in f32.
+// A = 1: y = curve(z[0]). A = 2 (names that end in "_linear"): y = curve(z[0]) * z[1], or a curve's own gate(z[1]). All
+// arithmetic is in f32.
 #pragma once
 
+#include <cmath>
 #include <optional>
 #include <string_view>
 
@@ -62,9 +64,14 @@ TE_MATH Point gated_by_logistic(float x, float c, float v, float dv) {
   return {x * s, s + c * (s * (1.f - s)) * dv};
 }
 
+// What curve(z[0]) is multiplied by where A = 2, as a function of z[1].
+struct LinearGate {
+  TE_MATH static Point gate(float x) { return {x, 1.f}; }
+};
+
 // x/2 (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3), Hendrycks and Gimpel; it equals x * logistic(2u),
 // which keeps its relative precision where 1 + tanh(u) cancels.
-struct Gelu {
+struct Gelu : LinearGate {
   TE_MATH static Point at(float x) {
     constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 sqrt(2/pi), and that times 0.044715
     x = at_least(-10.06f, x);
@@ -72,39 +79,67 @@ struct Gelu {
     return gated_by_logistic(x, c, c * (kLinear + kCubic * (c * c)), kLinear + 3.f * kCubic * (c * c));
   }
 };
-struct Silu {
+struct Silu : LinearGate {
   TE_MATH static Point at(float x) {
     x = at_least(-88.7f, x);
     const float c = at_most(87.f, x);
     return gated_by_logistic(x, c, c, 1.f);
   }
 };
-struct QuickGelu {
+struct QuickGelu : LinearGate {
   TE_MATH static Point at(float x) {
     x = at_least(-52.12f, x);
     const float c = at_most(51.f, x);
     return gated_by_logistic(x, c, 1.702f * c, 1.702f);
   }
 };
-struct Sigmoid {
+struct Sigmoid : LinearGate {
   TE_MATH static Point at(float x) {
     const float s = logistic(at_most(87.f, at_least(-88.7f, x)));
     return {s, s * (1.f - s)};
   }
 };
-struct Relu {
+struct Relu : LinearGate {
   TE_MATH static Point at(float x) { return {x <= 0.f ? 0.f : x, x > 0.f ? 1.f : 0.f}; }
 };
-struct SquaredRelu {
+struct SquaredRelu : LinearGate {
   TE_MATH static Point at(float x) {
     const float positive = Relu::at(x).value;
     return {positive * positive, 2.f * positive};
   }
 };
 
+// GPT-OSS's swiglu: c logistic(alpha c) with c = min(x, limit), times x + offset with x within [-limit, limit]. Flat
+// beyond the limits. limit and alpha are positive and finite.
+struct ClampedSilu {
+  float limit;
+  float alpha;
+  float offset;
+  float lowest;  // where alpha x = -88.7
+
+  ClampedSilu(float limit, float alpha, float offset)
+      : limit(limit), alpha(alpha), offset(offset), lowest(-88.7f / alpha) {}
+  TE_MATH Point at(float x) const {
+    const float c = at_most(limit, at_least(lowest, x));
+    const Point p = gated_by_logistic(c, c, at_most(87.f, alpha * c), alpha);
+    return {p.value, x > limit ? 0.f : p.slope};
+  }
+  TE_MATH Point gate(float x) const {
+    const float c = at_most(limit, at_least(-limit, x));
+    return {c + offset, c == x ? 1.f : 0.f};
+  }
+};
+
 // ---- Names
 
-enum class Curve { kGelu, kSilu, kRelu, kQuickGelu, kSquaredRelu, kSigmoid };
+enum class Curve { kGelu, kSilu, kRelu, kQuickGelu, kSquaredRelu, kSigmoid, kClampedSilu };
+
+struct ActivationAttributes {
+  std::string_view activation;
+  float limit;  // the rest is of clamped activations
+  float alpha;
+  float glu_linear_offset;
+};
 
 struct Activation {
   Curve curve;
@@ -113,6 +148,7 @@ struct Activation {
 };
 
 inline std::optional<Activation> parse_activation(std::string_view name) {
+  if (name == "clamped_silu_clamped_linear") return Activation{Curve::kClampedSilu, true};
   constexpr std::string_view kSuffix = "_linear";
   constexpr struct {
     std::string_view name;
@@ -131,9 +167,13 @@ inline std::optional<Activation> parse_activation(std::string_view name) {
   return std::nullopt;
 }
 
+inline ClampedSilu clamped_silu(const ActivationAttributes& attributes) {
+  return {attributes.limit, attributes.alpha, attributes.glu_linear_offset};
+}
+
 // Calls f(Gelu{}) and so on; f must return ffi::Error.
 template <typename F>
-ffi::Error with_curve(Curve curve, F&& f) {
+ffi::Error with_curve(Curve curve, const ActivationAttributes& attributes, F&& f) {
   switch (curve) {
     case Curve::kGelu: return f(Gelu{});
     case Curve::kSilu: return f(Silu{});
@@ -141,22 +181,27 @@ ffi::Error with_curve(Curve curve, F&& f) {
     case Curve::kQuickGelu: return f(QuickGelu{});
     case Curve::kSquaredRelu: return f(SquaredRelu{});
     case Curve::kSigmoid: return f(Sigmoid{});
+    case Curve::kClampedSilu: return f(clamped_silu(attributes));
   }
   return ffi::Error::InvalidArgument("unknown activation");
 }
 
 // ---- Signatures
 
-struct ActivationAttributes {
-  std::string_view activation;
-};
-
-// z and the attribute. Without an error, z's last two axes are [A, N] with the activation's A.
-inline Check check_activation_input(const char* op, const In& z, std::string_view name) {
+// z and the attributes. Without an error, z's last two axes are [A, N] with the activation's A.
+inline Check check_activation_input(const char* op, const In& z, const ActivationAttributes& attributes) {
   Check check(op);
+  const std::string_view name = attributes.activation;
   const std::optional<Activation> activation = parse_activation(name);
   check.that(activation.has_value(), "activation",
-             "gelu, silu, relu, quick_gelu, squared_relu, sigmoid, or one of these with _linear", std::string(name));
+             "gelu, silu, relu, quick_gelu, squared_relu, sigmoid, one of these with _linear, or "
+             "clamped_silu_clamped_linear",
+             std::string(name));
+  if (activation.has_value() && activation->curve == Curve::kClampedSilu) {
+    const auto positive = [](float x) { return x > 0.f && std::isfinite(x); };
+    check.that(positive(attributes.limit), "limit", "a positive number", std::to_string(attributes.limit));
+    check.that(positive(attributes.alpha), "alpha", "a positive number", std::to_string(attributes.alpha));
+  }
   check.high_precision("z", z).axes("z", z, 2);
   if (check.failed()) return check;
   const int64_t inputs = z.dimensions()[z.dimensions().size() - 2];
@@ -165,16 +210,17 @@ inline Check check_activation_input(const char* op, const In& z, std::string_vie
                     describe(z));
 }
 
-inline Check check_activation_fwd(const In& z, const In& scale, Out& y, Out& y_t, Out& amax, std::string_view name) {
-  Check check = check_activation_input("te_activation_fwd", z, name);
+inline Check check_activation_fwd(const In& z, const In& scale, Out& y, Out& y_t, Out& amax,
+                                  const ActivationAttributes& attributes) {
+  Check check = check_activation_input("te_activation_fwd", z, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
   return check_result(check, scale, "y", y, "y_t", y_t, amax, m.rows, matrix(z, 1).cols);
 }
 
 inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, Out& dz, Out& dz_t, Out& amax, Out& dbias,
-                                  std::string_view name) {
-  Check check = check_activation_input("te_activation_bwd", z, name);
+                                  const ActivationAttributes& attributes) {
+  Check check = check_activation_input("te_activation_bwd", z, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
   check.high_precision("dy", dy).size("dy", dy, m.rows, matrix(z, 1).cols);
@@ -185,4 +231,5 @@ inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, Ou
 
 }  // namespace te
 
-TE_ATTRIBUTES(te::ActivationAttributes, TE_ATTRIBUTE(std::string_view, activation));
+TE_ATTRIBUTES(te::ActivationAttributes, TE_ATTRIBUTE(std::string_view, activation), TE_ATTRIBUTE(float, limit),
+              TE_ATTRIBUTE(float, alpha), TE_ATTRIBUTE(float, glu_linear_offset));

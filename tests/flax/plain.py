@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from transformer_engine_jax.flax import RelativePositionBiases
 
 
 def plain_attention(query, key, value, *, scale, causal=False, mask=None, bias=None, window=None):
@@ -23,14 +27,15 @@ def plain_attention(query, key, value, *, scale, causal=False, mask=None, bias=N
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value, precision="highest")
 
 
-def turned(x, *, group, windows=(1, 10000)):
-    """x[B, S, heads, D], its pairs of features rotated by matrices."""
+def turned(x, *, group, windows=(1, 10000), angle=None):
+    """x[B, S, heads, D], its pairs of features rotated by matrices; angle [S, F] of the first 2 F features."""
     d = x.shape[-1]
-    wavelength = windows[0] * (windows[1] / windows[0]) ** (np.arange(0, d, 2) / d)
-    angle = np.arange(x.shape[1])[:, None] / wavelength
-    matrix = np.zeros((x.shape[1], d, d))
-    for i in range(d // 2):
-        a, b = (2 * i, 2 * i + 1) if group == "consecutive" else (i, i + d // 2)
+    if angle is None:
+        wavelength = windows[0] * (windows[1] / windows[0]) ** (np.arange(0, d, 2) / d)
+        angle = np.arange(x.shape[1])[:, None] / wavelength
+    matrix = np.tile(np.eye(d), (x.shape[1], 1, 1))
+    for i in range(angle.shape[1]):
+        a, b = (2 * i, 2 * i + 1) if group == "consecutive" else (i, i + angle.shape[1])
         matrix[:, a, a] = matrix[:, b, b] = np.cos(angle[:, i])
         matrix[:, b, a], matrix[:, a, b] = np.sin(angle[:, i]), -np.sin(angle[:, i])
     return jnp.einsum("sde,bshe->bshd", jnp.asarray(matrix, jnp.float32), x, precision="highest")
@@ -47,6 +52,9 @@ def plain_mha(
     scale=1.0,
     zero_centered=False,
     roundings=None,
+    before_rope=lambda name, x: x,
+    after_rope=lambda name, x: x,
+    angle=None,
     **attention,
 ):
     """(out, normed x), whichever way the projections are stored."""
@@ -69,7 +77,51 @@ def plain_mha(
     else:
         q, k, v = product("query", normed), product("key", source), product("value", source)
     q, k, v = (t.reshape(*t.shape[:2], n, -1) for t, n in ((q, heads), (k, groups), (v, groups)))
+    q, k = before_rope("query_norm", q), before_rope("key_norm", k)
     if rope:
-        q, k = turned(q, group=rope), turned(k, group=rope)
+        q, k = turned(q, group=rope, angle=angle), turned(k, group=rope, angle=angle)
+    q, k = after_rope("query_norm", q), after_rope("key_norm", k)
     context = plain_attention(q, k, v, scale=scale, **attention)
     return product("out", context.reshape(*x.shape[:2], -1)), normed
+
+
+def plain_layer(
+    variables,
+    x,
+    encoded=None,
+    *,
+    post_residual=False,
+    parallel=False,
+    activations=("gelu",),
+    zero_centered=False,
+    relpos=True,
+    core_bias=0.0,
+    cross_mask=None,
+    heads=4,
+    **attention,
+):
+    """A TransformerLayer; whether norms exist is read from the parameters. With `encoded`, a decoder's."""
+    p = variables["params"]
+    attend = partial(plain_mha, zero_centered=zero_centered, heads=heads)
+    if relpos:
+        biases = RelativePositionBiases(num_buckets=32, max_distance=128, num_attention_heads=heads)
+        bidirectional = encoded is None
+        core_bias = core_bias + biases.apply({"params": p["relpos_bias"]}, x.shape[1], x.shape[1], bidirectional)
+    first = p["attention" if encoded is None else "self_attention"]
+    inputs = x
+    attended, normed = attend({"params": first}, x, bias=core_bias, **attention)
+    x = attended + (normed if post_residual else x)
+    if encoded is not None:
+        same = {name: attention[name] for name in ("groups", "rope", "scale") if name in attention}
+        cross = {"params": p["encoder_decoder_attention"]}
+        attended, normed = attend(cross, x, encoded, mask=cross_mask, **same)
+        x = attended + (normed if post_residual else x)
+    mlp = p["mlp"]
+    normed = inputs if parallel else x
+    normed = emulated.norm(normed, mlp["scale"], mlp.get("ln_bias"), zero_centered_gamma=zero_centered)
+    kernels, biases = (mlp["wi_kernel"], mlp["wo_kernel"]), (mlp.get("wi_bias"), mlp.get("wo_bias"))
+    x = emulated.mlp(normed, kernels, biases, activations=activations) + (normed if post_residual else x)
+    if "output_layernorm" in p:
+        last = p["output_layernorm"]
+        x = emulated.norm(x, last["scale"], last.get("ln_bias"), zero_centered_gamma=zero_centered)
+    return x

@@ -17,6 +17,7 @@ from transformer_engine_jax.flax import (
     STATE_COLLECTION,
     MultiHeadAttention,
     RelativePositionBiases,
+    SequenceDescriptor,
 )
 
 B, S, H, D = 2, 16, 4, 16
@@ -45,6 +46,7 @@ MHA_CASES = {
         dict(enable_rotary_pos_emb=True, rotary_pos_emb_group_method="alternate", num_gqa_groups=1),
         dict(rope="alternate", groups=1, causal=True),
     ),
+    "odd head size": (dict(head_dim=7, use_bias=True, scale_attn_logits=True), dict(causal=True, scale=7**-0.5)),
     "no norm": (dict(input_layernorm=False, window_size=(4, 0)), dict(causal=True, window=(4, 0))),
 }  # fmt: skip
 
@@ -56,6 +58,91 @@ def test_self_attention_is_its_stages(case):
     variables = steps.randomized(steps.init(module, X))
     got = steps.step(lambda v, x: module.apply(v, x, x), variables, X)
     testing.assert_close(got, steps.step(partial(plain_mha, **options), variables, X), 2 * F32)
+
+
+# --- Norms of queries and keys, given RoPE, packed sequences ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "l2norm"])
+def test_norms_of_queries_and_keys(kind, before):
+    fields = dict(qk_norm_epsilon=1e-3, qk_norm_before_rope=before, num_gqa_groups=2, enable_rotary_pos_emb=True)
+    module = MHA(qk_norm_type=kind, scale_attn_logits=True, zero_centered_gamma=True, **fields)
+    variables = steps.randomized(steps.init(module, X))
+    found = {name: set(p) for name, p in variables["params"].items() if name.endswith("_norm")}
+    weights = {"rmsnorm": {"scale"}, "layernorm": {"scale", "ln_bias"}}
+    assert found == ({} if kind == "l2norm" else dict.fromkeys(("query_norm", "key_norm"), weights[kind]))
+
+    def plain(v, x):
+        def normed(name, x):
+            if kind == "l2norm":
+                return x / jnp.sqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-3)
+            p = v["params"][name]
+            return emulated.norm(x, p["scale"], p.get("ln_bias"), epsilon=1e-3, zero_centered_gamma=True)
+
+        where = {"before_rope" if before else "after_rope": normed}
+        return plain_mha(v, x, groups=2, rope="consecutive", causal=True, scale=0.25, zero_centered=True, **where)[0]
+
+    got, expected = (steps.step(f, variables, X) for f in (lambda v, x: module.apply(v, x)[0], plain))
+    if kind == "layernorm" and not before:  # shifts all logits of a query alike: its exact gradient is 0
+        for _, (grads, _) in (got, expected):
+            grads["params"]["key_norm"].pop("ln_bias")
+    testing.assert_close(got, expected, 5 * F32)
+
+
+@pytest.mark.parametrize("group", ["consecutive", "alternate"])
+def test_given_rope(group):
+    module = MHA(rotary_pos_emb_group_method=group)
+    variables = steps.randomized(steps.init(module, X))
+    frequencies = np.random.default_rng(0).uniform(0, 1, D // 2 - 2).astype(np.float32)  # the last 4 features stay
+    angle = np.arange(S + 2)[:, None] * frequencies
+    plain = partial(plain_mha, rope=group, angle=angle[:S], causal=True)
+    expected = steps.step(lambda v, x: plain(v, x)[0], variables, X)
+    table = jnp.asarray(angle, jnp.float32)
+    for given in (jnp.asarray(frequencies), table, (jnp.asarray(frequencies), table)):
+        got = steps.step(lambda v, x, given=given: module.apply(v, x, rotary_pos_emb=given)[0], variables, X)
+        testing.assert_close(got, expected, 5 * F32)
+    # In place of the fields' own, and with a gradient.
+    enabled = MHA(rotary_pos_emb_group_method=group, enable_rotary_pos_emb=True)
+    run = lambda given: steps.loss(enabled.apply(variables, X, rotary_pos_emb=given)[0])
+    got, slope = jax.jit(jax.value_and_grad(run))(table)
+    testing.assert_close(got, steps.loss(expected[0]), 1e-4)
+    assert np.asarray(slope[:S]).any(axis=1)[1:].all() and not np.asarray(slope[S:]).any()
+
+
+def test_packed_sequences_are_sequences_of_their_own():
+    module = MHA(attn_mask_type="padding_causal", enable_rotary_pos_emb=True, num_gqa_groups=2)
+    variables = steps.randomized(steps.init(module, X, X, jnp.zeros((B, 1, 1, S), bool)))
+    packed = SequenceDescriptor.from_seqlens(jnp.asarray([[7, 1, 4], [0, 16, -1]]))
+    run = lambda v, x, d: module.apply(v, x, sequence_descriptor=d)[0]
+    got = steps.step(lambda v, x: run(v, x, packed), variables, X)
+    plain = lambda v, x: plain_mha(v, x, groups=2, rope="consecutive", causal=True)[0]
+
+    def apart(v, x):
+        parts = [plain(v, x[:1, :7]), plain(v, x[:1, 7:8]), plain(v, x[:1, 8:12]), jnp.zeros_like(x[:1, 12:])]
+        return jnp.concatenate([jnp.concatenate(parts, axis=1), plain(v, x[1:])])
+
+    testing.assert_close(got, steps.step(apart, variables, X), 5 * F32)
+    # Positions that the descriptor gives are RoPE's.
+    spread = SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((B, S), int), jnp.tile(3 * jnp.arange(S), (B, 1)))
+    angle = 3 * np.arange(S)[:, None] / 10000 ** (np.arange(0, D, 2) / D)
+    expected = plain_mha(variables, X, groups=2, rope="consecutive", angle=angle, causal=True)[0]
+    testing.assert_close(jax.jit(run)(variables, X, spread), expected, 5 * F32)
+
+
+def test_checkpointed_attention_keeps_nothing_of_it():
+    kept = []
+    for checkpoint in (False, True):
+        module = MHA(checkpoint_core_attention=checkpoint, use_bias=True)
+        variables = steps.randomized(steps.init(module, X))
+        run = lambda v, x, b, module=module: module.apply(v, x, bias=b)[0]
+        _, backward = jax.vjp(run, variables, X, BIAS)
+        squares = [a for a in jax.tree.leaves(backward) if a.shape[-2:] == (S, S) and a.shape[:2] == (B, H)]
+        kept.append((bool(squares), steps.step(run, variables, X, BIAS)))
+    assert [squares for squares, _ in kept] == [True, False]
+    testing.assert_close(kept[1][1][0], kept[0][1][0], F32)
+    grads = [[g["params"]["qkv"]["kernel"], dx, dbias] for _, (_, (g, dx, dbias)) in kept]
+    testing.assert_close(grads[1], grads[0], 5 * F32)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -190,10 +277,30 @@ def test_low_rank_adaptation_scopes(scope, adapted):
 
 
 @pytest.mark.parametrize(
+    "fused, scope, adapted",
+    [
+        (True, "all", {"query", "kv", "out"}),
+        (False, "qkv_proj", {"query", "key", "value"}),
+        (False, "exclude_qkv_proj", {"out"}),
+    ],
+)
+def test_low_rank_adaptation_of_cross_attention_is_one_more_kernel(fused, scope, adapted):
+    fields = dict(fuse_qkv_params=fused, attn_mask_type="no_mask", num_gqa_groups=2)
+    module = MHA(low_rank_adaptation_scope=scope, low_rank_adaptation_dim=4, low_rank_adaptation_alpha=8.0, **fields)
+    variables = steps.randomized(steps.init(module, X, Y))
+    merged = {name: dict(p) for name, p in variables["params"].items()}
+    assert {name for name, p in merged.items() if "lora_a_kernel" in p} == adapted
+    for name in adapted:
+        a, b = merged[name].pop("lora_a_kernel"), merged[name].pop("lora_b_kernel")
+        merged[name]["kernel"] = merged[name]["kernel"] + 2.0 * jnp.einsum("k...r,...rn->k...n", a, b)
+    got = jax.jit(module.apply)(variables, X, Y)[0]
+    testing.assert_close(got, plain_mha({"params": merged}, X, Y, groups=2)[0], 5 * F32)
+
+
+@pytest.mark.parametrize(
     "fields, call, message",
     [
         ({"low_rank_adaptation_scope": "some"}, {}, "low_rank_adaptation_scope: expected one of .*got 'some'"),
-        ({}, {"decode": True}, "decode=True, a KV cache, is not available yet"),
         ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
         ({"attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs .*mask="),
         (
@@ -201,7 +308,26 @@ def test_low_rank_adaptation_scopes(scope, adapted):
             {},
             "group: expected 'consecutive' or",
         ),
-        ({"enable_sequence_parallel": True}, {}, "enable_sequence_parallel: expected one of .*not available yet"),
+        (dict(enable_rotary_pos_emb=True, head_dim=15), {}, "head_dim: expected an even size for RoPE.*got 15"),
+        ({}, {"rotary_pos_emb": jnp.zeros(9)}, "rope: expected .* D >= 2 x 9, got"),
+        ({}, {"rotary_pos_emb": jnp.zeros((S - 1, 8))}, "angles: expected 16 positions or more, got 15"),
+        ({}, {"rotary_pos_emb": jnp.zeros((1, S, 8))}, "rotary_pos_emb: expected frequencies .F. or angles"),
+        ({}, {"rotary_pos_emb": (jnp.zeros(8),) * 3}, "rotary_pos_emb: expected .* or a pair"),
+        ({"qk_norm_type": "batchnorm"}, {}, "qk_norm_type: expected one of .*got 'batchnorm'"),
+        (
+            {"attn_mask_type": "padding"},
+            {"mask": PADDING, "sequence_descriptor": SequenceDescriptor.from_seqlens(jnp.ones(B, int))},
+            "got both mask and sequence_descriptor",
+        ),
+        ({"attn_mask_type": "padding"}, {"mask": PADDING[..., :5]}, "mask: expected a shape that broadcasts to"),
+        ({"attn_mask_type": "padding"}, {"mask": PADDING[0]}, "mask: expected a shape that broadcasts to"),
+        ({}, {"bias": BIAS[:, :3]}, "bias: expected a shape that broadcasts to"),
+        (
+            {"attn_mask_type": "padding", "enable_rotary_pos_emb": True},
+            {"sequence_descriptor": SequenceDescriptor.from_seqlens(jnp.ones(B + 1, int))},
+            "seqlens of the queries: expected .2., got .3.",
+        ),
+        ({"attn_mask_type": "padding"}, {"sequence_descriptor": jnp.ones(B, int)}, "expected a SequenceDescriptor"),
     ],
 )
 def test_misuse_is_named(fields, call, message):

@@ -204,10 +204,72 @@ def test_low_rank_adaptation_adds_a_b(alpha):
     testing.assert_close(steps.step(module.apply, variables, x), steps.step(plain, variables, x), F32)
 
 
-def test_checkpoint_name_is_seen():
-    module = DenseGeneral(features=5, quantization_checkpoint_name="mine")
-    variables = steps.init(module, X)
-    assert "name=mine" in str(jax.make_jaxpr(module.apply)(variables, X))
+def plain_lora(variables, x, roundings=None):
+    """x[.., 8 contracted in the middle, K], the kernel's part in FP8 where roundings are given."""
+    p, x = variables["params"], jnp.moveaxis(x, 1, -1)
+    y = emulated.dense(x, p["kernel"], roundings=roundings)
+    low = jnp.einsum("bdek,kqr,qrn->bdeqn", x, p["lora_a_kernel"], p["lora_b_kernel"], precision="highest")
+    return y + low * 2.0, p["bias"]
+
+
+def test_low_rank_adaptation_of_a_middle_axis_with_the_bias_apart_and_in_fp8():
+    module = DenseGeneral(features=(3, 5), axis=1, return_bias=True, low_rank_adaptation_alpha=8.0, **LORA)
+    variables = steps.randomized(steps.init(module, X4, rec=DELAYED))
+    assert variables["params"]["lora_a_kernel"].shape == (8, 3, 4)
+    for rec in (None, DELAYED):
+        with steps.autocast(rec):
+            if rec:
+                variables = steps.settle(module.apply, variables, X4)
+            out, (grads, dx) = steps.step(module.apply, variables, X4)
+        plain = partial(plain_lora, roundings=gemm_roundings(variables) if rec else None)
+        out_, (grads_, dx_) = steps.step(plain, variables, X4)
+        testing.assert_close((out, dx, grads["params"]), (out_, dx_, grads_["params"]), F32, str(rec))
+
+
+def test_adapting_a_frozen_kernel_costs_no_gradient_of_it():
+    module = DenseGeneral(features=(3, 16), **LORA)
+    variables = steps.randomized(steps.init(module, X, rec=DELAYED))
+    adapters = {k: v for k, v in variables["params"].items() if "lora" in k}
+
+    def loss(chosen):
+        return steps.loss(module.apply({**variables, "params": {**variables["params"], **chosen}}, X))
+
+    with steps.autocast(DELAYED):
+        lowered = jax.jit(jax.grad(loss)).lower(adapters)
+        text, expected = lowered.compile().as_text(), jax.grad(loss)(variables["params"])
+        testing.assert_close(lowered.compile()(adapters), {k: expected[k] for k in adapters}, F32)
+    assert text.count('custom_call_target="te_gemm"') == 1, "neither the kernel's gradient nor that of the input"
+
+
+@pytest.mark.parametrize("split", [("query", "key", "value"), {"query_": 2, "rest": 1}], ids=["equal", "sizes"])
+@pytest.mark.parametrize("cls", [DenseGeneral, LayerNormDenseGeneral])
+def test_parameters_split_are_slices_of_one_product(cls, split):
+    fields = dict(features=(3, 16), use_bias=True, **AXES)
+    module, whole = cls(parameters_split=split, **fields), cls(**fields)
+    boxed = steps.init(module, X, rec=DELAYED, unbox=False)
+    first = 1 if isinstance(split, tuple) else 2
+    assert steps.layout(boxed)["query_kernel"] == ((64, first, 16), "float32", AXES["kernel_axes"])
+    assert steps.layout(boxed)["query_bias"] == ((first, 16), "float32", AXES["bias_axes"])
+    variables = steps.randomized(nn.unbox(boxed))
+    names = [name.rstrip("_") for name in split]
+
+    def join(params):
+        parts = {
+            k: jnp.concatenate([params[f"{n}_{k}"] for n in names], axis) for k, axis in (("kernel", 1), ("bias", 0))
+        }
+        return {**{k: v for k, v in params.items() if k in ("scale", "ln_bias")}, **parts}
+
+    joined = {**variables, "params": join(variables["params"])}
+    assert steps.layout(joined) == steps.layout(steps.init(whole, X))
+    with steps.autocast(DELAYED):
+        out, (grads, dx) = steps.step(module.apply, variables, X)
+        out_, (grads_, dx_) = steps.step(whole.apply, joined, X)
+        got = (out, dx, join(grads["params"]), grads[STATE_COLLECTION])
+        testing.assert_close(got, (out_, dx_, grads_["params"], grads_[STATE_COLLECTION]), F32)
+        jaxpr = jax.make_jaxpr(partial(steps.step, module.apply))(variables, X)
+    assert str(jaxpr).count("<kernel gemm:") == 3
+    spread = [float(variables["params"][f"{n}_kernel"].std()) for n in names]
+    assert max(spread) < 1.2 * min(spread), "drawn as slices of the whole, from the same number of inputs"
 
 
 # --- Shards ----------------------------------------------------------------------------------------------------------
@@ -269,6 +331,13 @@ def test_sharded_is_unsharded(resource, explicit):
         ),
         (LayerNormDenseGeneral(features=5, axis=(-2, -1)), r"axis: expected -1, the axis of the norm, got \(-2, -1\)"),
         (LayerNormDenseGeneral(features=5, layernorm_type="rms"), "expected 'layernorm' or 'rmsnorm', got 'rms'"),
+        (
+            DenseGeneral(features=5, parameters_split=("a", "b")),
+            "parameters_split: expected distinct names whose sizes",
+        ),
+        (DenseGeneral(features=5, parameters_split={"a": 2, "b": 4}), "parameters_split: expected distinct names"),
+        (DenseGeneral(features=4, parameters_split=("a", "a_")), "parameters_split: expected distinct names"),
+        (DenseGeneral(features=4, parameters_split=()), "parameters_split: expected distinct names"),
         (LayerNormDenseGeneral(features=0), "features: expected positive sizes, got 0"),
     ],
 )

@@ -21,12 +21,15 @@ X, X16 = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 64), (8, 2, 64)))
 X = 2 * X + 1
 
 
-def plain(variables, x, *, activations=("gelu",), zero_centered=False, roundings=(None, None), returned=False):
+def plain(
+    variables, x, *, activations=("gelu",), params=None, zero_centered=False, roundings=(None, None), returned=False
+):
     p = variables["params"]
     if "scale" in p:
         x = emulated.norm(x, p["scale"], p.get("ln_bias"), zero_centered_gamma=zero_centered)
     kernels, biases = (p["wi_kernel"], p["wo_kernel"]), (p.get("wi_bias"), p.get("wo_bias"))
-    return emulated.mlp(x, kernels, biases, activations=activations, roundings=roundings), x if returned else None
+    y = emulated.mlp(x, kernels, biases, activations=activations, params=params, roundings=roundings)
+    return y, x if returned else None
 
 
 def roundings(variables, rec):
@@ -101,6 +104,9 @@ CASES = {
     ),
     "no norm squared relu": dict(enable_layernorm=False, activations=("squared_relu",)),
     "returned": dict(return_layernorm_output=True, activations=("gelu", "linear"), use_bias=True),
+    "clamped swiglu": dict(
+        activations=("clamped_silu", "clamped_linear"), activation_params={"limit": 1.5}, use_bias=True
+    ),
     "of any function": dict(activations=(jnp.tanh, "relu")),
 }  # fmt: skip
 
@@ -114,6 +120,7 @@ def test_is_its_stages(case):
     expect = partial(
         plain,
         activations=fields.get("activations", ("gelu",)),
+        params=fields.get("activation_params"),
         zero_centered=fields.get("zero_centered_gamma", False),
         returned=fields.get("return_layernorm_output", False),
     )
@@ -298,7 +305,7 @@ def test_in_a_manual_shard_map(check_vma):
     [
         ({"activations": ("tanh",)}, "activations: expected some of .*got 'tanh'"),
         ({"activations": ()}, "activations: expected at least one, got none"),
-        ({"activation_params": {"limit": 7.0}}, "activation_params: expected None"),
+        ({"activation_params": {"limit": 7.0}}, r"params: expected none for \('gelu',\)"),
         ({"axis": 0}, "axis: expected -1, got 0"),
         ({"layernorm_type": "none"}, "layernorm_type: expected 'layernorm' or 'rmsnorm', got 'none'"),
         ({"kernel_axes_1": ("embed", "mlp")}, "wi_kernel: expected 3 logical axes"),

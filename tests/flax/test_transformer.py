@@ -11,7 +11,7 @@ import pytest
 import steps
 from emulated import F32
 from jax.sharding import PartitionSpec as P
-from plain import plain_mha
+from plain import plain_layer
 from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
@@ -19,6 +19,7 @@ from transformer_engine_jax import testing
 from transformer_engine_jax.flax import (
     STATE_COLLECTION,
     RelativePositionBiases,
+    SequenceDescriptor,
     TransformerLayer,
     TransformerLayerType,
 )
@@ -26,6 +27,9 @@ from transformer_engine_jax.flax import (
 B, S, HIDDEN, HEADS, INNER = 4, 16, 64, 4, 96
 (X,) = (jnp.asarray(a) for a in emulated.normal(3, (B, S, HIDDEN)))
 PADDING = jnp.asarray(np.arange(S)[None, None, None, :] >= np.array([S, 10, 5, S])[:, None, None, None])
+LENGTHS = SequenceDescriptor.from_seqlens(jnp.asarray([S, 10, 5, S]))
+CORE_BIAS = jnp.asarray(emulated.normal(4, (1, HEADS, S, S))[0])
+DECODER = dict(layer_type=TransformerLayerType.DECODER)
 
 Layer = partial(
     TransformerLayer,
@@ -35,26 +39,6 @@ Layer = partial(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
-
-
-def plain_layer(
-    variables, x, *, post_residual=False, activations=("gelu",), zero_centered=False, relpos=True, **attention
-):
-    """The layer in plain JAX; whether norms exist is read from the parameters."""
-    p = variables["params"]
-    if relpos:
-        biases = RelativePositionBiases(num_buckets=32, max_distance=128, num_attention_heads=HEADS)
-        attention["bias"] = biases.apply({"params": p["relpos_bias"]}, x.shape[1], x.shape[1], True)
-    attended, normed = plain_mha({"params": p["attention"]}, x, zero_centered=zero_centered, heads=HEADS, **attention)
-    x = attended + (normed if post_residual else x)
-    mlp = p["mlp"]
-    normed = emulated.norm(x, mlp["scale"], mlp.get("ln_bias"), zero_centered_gamma=zero_centered)
-    kernels, biases = (mlp["wi_kernel"], mlp["wo_kernel"]), (mlp.get("wi_bias"), mlp.get("wo_bias"))
-    x = emulated.mlp(normed, kernels, biases, activations=activations) + (normed if post_residual else x)
-    if "output_layernorm" in p:
-        last = p["output_layernorm"]
-        x = emulated.norm(x, last["scale"], last.get("ln_bias"), zero_centered_gamma=zero_centered)
-    return x
 
 
 CASES = {
@@ -82,6 +66,22 @@ CASES = {
     "causal padding, no biases": (
         dict(self_attn_mask_type="padding_causal", enable_relative_embedding=False),
         dict(attention_mask=PADDING), dict(mask=PADDING, causal=True, relpos=False),
+    ),
+    "GPT-J's blocks": (
+        dict(parallel_attention_mlp=True, use_bias=True, enable_rotary_pos_emb=True, output_layernorm=False),
+        {}, dict(causal=True, parallel=True, rope="consecutive"),
+    ),
+    "kv_channels": (
+        dict(kv_channels=8, num_attention_heads=6, num_gqa_groups=2, enable_relative_embedding=False),
+        {}, dict(causal=True, heads=6, groups=2, relpos=False),
+    ),
+    "core attention bias": (
+        dict(checkpoint_core_attention=True), dict(core_attention_bias=CORE_BIAS),
+        dict(causal=True, core_bias=CORE_BIAS),
+    ),
+    "core attention bias alone, scaled": (
+        dict(enable_relative_embedding=False, self_attn_bias_type="pre_scale_bias", scale_attn_logits=True),
+        dict(core_attention_bias=CORE_BIAS), dict(causal=True, relpos=False, core_bias=CORE_BIAS / 4, scale=0.25),
     ),
     "no mask": (dict(self_attn_mask_type="no_mask", num_gqa_groups=1), {}, dict(groups=1)),
 }  # fmt: skip
@@ -278,20 +278,61 @@ def test_sharded_is_unsharded(resource, explicit, rec):
         testing.assert_same_bytes(got["same"], expected["same"])
 
 
+def placed(mesh, boxed, variables, resource):
+    boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}
+    return steps.place(mesh, boxed, resource)
+
+
+@pytest.mark.parametrize(
+    "explicit, rec, transposed",
+    [(False, None, False), (False, DELAYED, True), (True, None, True), (True, CURRENT, False)],
+)
+def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, transposed):
+    fields = dict(use_bias=True, enable_rotary_pos_emb=True, transpose_batch_sequence=transposed)
+    turn = (lambda t: jnp.swapaxes(t, 0, 1)) if transposed else (lambda t: t)
+    layer = Layer(enable_sequence_parallel=True, **fields)
+    x = turn(X)
+    boxed = steps.init(layer, x, rec=DELAYED, unbox=False)
+    variables = steps.randomized(nn.unbox(boxed))
+    with steps.autocast(rec):
+        expected = jax.device_get(steps.step(Layer(**fields).apply, variables, x))
+    resource = te.MeshResource(dp_resource="data", tpsp_resource="model")
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
+    with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=resource):
+        given = testing.shard(mesh, x, P(None, "data") if transposed else P("data"))
+        out, grads = steps.step(layer.apply, placed(mesh, boxed, variables, resource), given)
+        assert out.sharding.spec[:2] == (("model", "data") if transposed else ("data", "model"))
+    testing.assert_close(jax.device_get((out, grads)), expected, 0.02 if rec else 5 * F32)
+
+
 # --- Misuse ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "fields, call, message",
     [
+        ({"layer_type": "decoder"}, {}, "layer_type: expected one of .*got 'decoder'"),
+        ({}, {"encoded": X}, "encoded: expected None, for layer_type=ENCODER has no cross-attention"),
+        ({}, {"encoder_decoder_mask": PADDING}, "encoder_decoder_mask: expected None, for layer_type=ENCODER"),
+        (DECODER, {}, "encoded: expected the encoder's output, .* got None"),
+        (DECODER, {"encoded": X[0]}, "encoded: expected the encoder's output, .* got .16, 64."),
+        (DECODER, {"encoded": X[:1]}, "encoded: expected the encoder's output, of inputs' batch"),
+        (DECODER, {"encoded": X, "encoder_decoder_mask": PADDING[..., 1:]}, "mask: expected a shape that broadcasts"),
+        ({"parallel_attention_mlp": True, **DECODER}, {}, "parallel_attention_mlp: expected False with layer_type"),
         (
-            {"layer_type": TransformerLayerType.DECODER},
+            {"parallel_attention_mlp": True, "apply_residual_connection_post_layernorm": True},
             {},
-            "layer_type: expected ENCODER, the decoder is not available yet",
+            "parallel_attention_mlp: expected False with apply_residual",
         ),
-        ({}, {"encoded": X}, "expected ENCODER, the decoder is not available yet"),
-        ({}, {"decode": True}, "decode=True, a KV cache, is not available yet"),
-        ({}, {"max_decode_length": 8}, "decode=True, a KV cache, is not available yet"),
+        ({}, {"max_decode_length": 8}, "max_decode_length: expected 16, .* got 8"),
+        ({"kv_channels": 15, "enable_rotary_pos_emb": True}, {}, "head_dim: expected an even size for RoPE"),
+        ({"self_attn_mask_type": "padding"}, {"attention_mask": PADDING[0]}, "mask: expected a shape that broadcasts"),
+        (
+            {"self_attn_mask_type": "padding"},
+            {"attention_mask": PADDING, "sequence_descriptor": LENGTHS},
+            "got both mask and sequence_descriptor",
+        ),
+        ({}, {"core_attention_bias": CORE_BIAS[:, :3]}, "core_attention_bias: expected a shape that broadcasts"),
         ({"hidden_size": 32}, {}, r"inputs: expected \[B, S, 32\], got \[4, 16, 64\]"),
         ({"num_attention_heads": 5}, {}, "hidden_size=64 does not divide into 5 heads"),
         ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
@@ -301,7 +342,6 @@ def test_sharded_is_unsharded(resource, explicit, rec):
         ({"mlp_activations": ("swiglu",)}, {}, "activations: expected some of .*got 'swiglu'"),
         ({"mlp_activation_params": {"limit": 7}}, {}, "activation_params: expected None"),
         ({"softmax_type": "sparse"}, {}, "softmax_type: expected one of .*got 'sparse'"),
-        ({"enable_sequence_parallel": True}, {}, "enable_sequence_parallel: expected one of .*not available yet"),
         ({"low_rank_adaptation_scope": "some"}, {}, "low_rank_adaptation_scope: expected one of"),
     ],
 )

@@ -29,6 +29,20 @@ CASES = {
     "dense bf16": ("DenseGeneral", (K, 48), dict(dtype=jnp.bfloat16, param_dtype=jnp.float32), dict(features=48), (X,)),
     "dense axes": ("DenseGeneral", ((S, K), (3, 16)), dict(axis=[1, 2], **LORA), dict(features=(3, 16)), (X,)),
     "dense bias apart": ("DenseGeneral", (K, 48), dict(return_bias=True), dict(features=48), (X,)),
+    "dense split": (
+        "DenseGeneral",
+        (K, (3, 16)),
+        dict(parameters_split=("query", "key", "value")),
+        dict(features=(3, 16)),
+        (X,),
+    ),
+    "layernorm dense split": (
+        "LayerNormDenseGeneral",
+        (K, 48),
+        dict(parameters_split={"query": 32, "kv": 16}, use_bias=True),
+        dict(features=48),
+        (X,),
+    ),
     "layernorm dense": ("LayerNormDenseGeneral", (K, 48), dict(use_bias=True), dict(features=48), (X,)),
     "layernorm dense, all": (
         "LayerNormDenseGeneral",
@@ -49,6 +63,17 @@ CASES = {
         "LayerNormMLP",
         (K,),
         dict(intermediate_dim=48, activations=["silu", "linear"], layernorm_type="rmsnorm"),
+        {},
+        (X,),
+    ),
+    "mlp, clamped": (
+        "LayerNormMLP",
+        (K,),
+        dict(
+            intermediate_dim=48,
+            activations=("clamped_silu", "clamped_linear"),
+            activation_params={"limit": 1.0, "alpha": 1.5},
+        ),
         {},
         (X,),
     ),
@@ -77,7 +102,41 @@ CASES = {
         {},
         (X,),
     ),
+    "mha, norms of queries and keys": (
+        "MultiHeadAttention",
+        (K, D, H),
+        dict(
+            qk_norm_type="layernorm",
+            qk_norm_before_rope=True,
+            enable_rotary_pos_emb=True,
+            scale_attn_logits=True,
+            zero_centered_gamma=True,
+            checkpoint_core_attention=True,
+        ),
+        {},
+        (X,),
+    ),
     "layer": ("TransformerLayer", (), dict(use_bias=True), {}, (X,)),
+    "parallel layer": (
+        "TransformerLayer",
+        (),
+        dict(
+            parallel_attention_mlp=True,
+            kv_channels=6,
+            qk_norm_type="l2norm",
+            scale_attn_logits=True,
+            enable_relative_embedding=False,
+        ),
+        {},
+        (X,),
+    ),
+    "decoder": (
+        "TransformerLayer",
+        (),
+        dict(layer_type=te_nnx.TransformerLayerType.DECODER, encoded_size=24, use_bias=True, num_gqa_groups=2),
+        {},
+        (X, Y),
+    ),
     "post-norm layer": (
         "TransformerLayer",
         (),
@@ -101,6 +160,7 @@ CASES = {
     ),
 }
 LAYER = dict(hidden_size=K, mlp_hidden_size=48, num_attention_heads=H, hidden_dropout=0.0, attention_dropout=0.0)
+DECODER = dict(**LAYER, layer_type=te_nnx.TransformerLayerType.DECODER)
 
 
 def pair(name):
@@ -111,6 +171,7 @@ def pair(name):
     named = {}
     if cls in ("DotProductAttention", "MultiHeadAttention"):
         named = dict(head_dim=D, num_attention_heads=H)
+    fields.pop("encoded_size", None)
     return getattr(te_flax, cls)(**fields, **named, **linen_fields), model, args
 
 
@@ -162,6 +223,64 @@ def test_cross_attention_equals_its_linen_twin(fields, rec):
     # The keys' bias shifts all logits of a query alike: its gradient is rounding, so the bound is on the whole tree.
     bound = 4 * testing.epsilon(jnp.float32)
     assert testing.relative_error((twins.as_linen(grads_), dargs_), (grads, dargs)) <= bound
+
+
+def test_softmax_is_linens():
+    kinds, mask = te_nnx.SoftmaxFusionType, jnp.asarray(np.random.default_rng(0).random((1, 1, S, S)) < 0.5)
+    scores = jnp.asarray(emulated.normal(8, (2, H, S, S))[0])
+    offset = jnp.arange(float(H))
+    for kind, args in (
+        (kinds.SCALED, (None, scores[:1])),
+        (kinds.SCALED_MASKED, (mask, None, offset)),
+        (kinds.SCALED_UPPER_TRIANG_MASKED, ()),
+    ):
+        fields = dict(
+            scale_factor=0.5, softmax_fusion_type=kind, softmax_type="learnable" if len(args) > 2 else "vanilla"
+        )
+        expected = steps.step(lambda x, fields=fields, args=args: te_flax.Softmax(**fields).apply({}, x, *args), scores)
+        got = steps.step(lambda x, fields=fields, args=args: te_nnx.Softmax(**fields)(x, *args), scores)
+        testing.assert_same_bytes(got, expected)
+    with pytest.raises(ValueError, match="mask: expected one with SCALED_MASKED"):
+        te_nnx.Softmax(softmax_fusion_type=kinds.SCALED_MASKED)(scores)
+
+
+ARGUMENTS = {
+    "a mask and a bias": (
+        dict(self_attn_mask_type="padding_causal"),
+        dict(
+            attention_mask=jnp.zeros((B, 1, 1, S), bool).at[0, ..., 9:].set(True),
+            core_attention_bias=jnp.ones((1, H, S, S)),
+        ),
+    ),
+    "packed, with angles": (
+        dict(self_attn_mask_type="padding"),
+        dict(
+            sequence_descriptor=te_flax.SequenceDescriptor.from_seqlens(jnp.asarray([[3, 9], [16, 0], [1, 1], [0, 4]])),
+            rotary_pos_emb=jnp.asarray(emulated.normal(9, (S, 3))[0]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_a_layer_are_linens(name):
+    fields, call = ARGUMENTS[name]
+    linen, model = te_flax.TransformerLayer(**LAYER, **fields), twins.make(te_nnx.TransformerLayer, **LAYER, **fields)
+    variables = steps.randomized(steps.init(linen, X, rec=DELAYED, **call))
+    te_nnx.from_linen(model, variables)
+    expected = jax.jit(lambda v, x: linen.apply(v, x, **call))(variables, X)
+    testing.assert_close(nnx.jit(lambda m, x: m(x, **call))(model, X), expected, 4 * testing.epsilon(jnp.float32))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_masks_of_a_decoder_are_linens(masked):
+    fields = DECODER
+    mask = jnp.zeros((B, 1, 1, 8), bool).at[0, ..., 3:].set(True) if masked else None
+    linen, model = te_flax.TransformerLayer(**fields), twins.make(te_nnx.TransformerLayer, **fields, encoded_size=24)
+    variables = steps.randomized(steps.init(linen, X, Y, rec=DELAYED))
+    te_nnx.from_linen(model, variables)
+    expected = jax.jit(lambda v: linen.apply(v, X, Y, None, mask))(variables)
+    testing.assert_close(nnx.jit(lambda m: m(X, Y, None, mask))(model), expected, 4 * testing.epsilon(jnp.float32))
 
 
 def test_initial_values_and_logical_axes_are_linens():
@@ -252,7 +371,16 @@ MISUSE = {
     "scope": (lambda r: te_nnx.MultiHeadAttention(K, D, H, low_rank_adaptation_scope="x", rngs=r), "expected one of"),
     "keys of others": (lambda r: te_nnx.MultiHeadAttention(K, D, H, rngs=r)(X, Y), "expected None or inputs_q itself"),
     "no keys": (lambda r: te_nnx.MultiHeadAttention(K, D, H, in_kv_features=24, rngs=r)(X), "expected an array"),
-    "hidden": (lambda r: te_nnx.TransformerLayer(hidden_size=30, rngs=r), "hidden_size: expected a multiple of"),
+    "hidden": (lambda r: te_nnx.TransformerLayer(hidden_size=30, rngs=r), "hidden_size=30 does not divide into 8"),
+    "encoded": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X, Y), "encoded: expected None, for layer_type=ENC"),
+    "no encoded": (lambda r: te_nnx.TransformerLayer(**DECODER, rngs=r)(X), "encoded: expected the encoder's output"),
+    "parallel decoder": (
+        lambda r: te_nnx.TransformerLayer(**DECODER, parallel_attention_mlp=True, rngs=r),
+        "expected False with layer_type",
+    ),
+    "qk_norm_type": (lambda r: te_nnx.MultiHeadAttention(K, D, H, qk_norm_type="x", rngs=r), "expected one of"),
+    "no cache": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X, decode=True), "call init_cache"),
+    "cache of a rank": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r).init_cache((B, S)), "input_shape: expected"),
     "inputs": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X[0]), r"inputs: expected \[B, S, 32\]"),
 }
 

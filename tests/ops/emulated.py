@@ -133,21 +133,23 @@ PLAIN = {
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "sigmoid": jax.nn.sigmoid,
     "linear": lambda x: x,
+    "clamped_silu": lambda x, limit: jnp.minimum(x, limit) * jax.nn.sigmoid(1.702 * jnp.minimum(x, limit)),
+    "clamped_linear": lambda x, limit: jnp.clip(x, -limit, limit) + 1,
 }
 
 
-def activation(z, activations):
+def activation(z, activations, params=None):
     """The product of the activations of z[.., A, N]."""
     out = 1.0
     for i, a in enumerate(activations):
-        out = out * (PLAIN[a](z[..., i, :]) if isinstance(a, str) else a(z[..., i, :]))
+        out = out * (PLAIN[a] if isinstance(a, str) else a)(z[..., i, :], **(params or {}))
     return out
 
 
-def mlp(x, kernels, biases=(None, None), *, activations=("gelu",), roundings=(None, None)):
+def mlp(x, kernels, biases=(None, None), *, activations=("gelu",), params=None, roundings=(None, None)):
     """dense, activation, dense in f32."""
     z = dense(x, kernels[0], biases[0], roundings=roundings[0])
-    return dense(activation(z, activations), kernels[1], biases[1], roundings=roundings[1])
+    return dense(activation(z, activations, params), kernels[1], biases[1], roundings=roundings[1])
 
 
 # --- The library's side ----------------------------------------------------------------------------------------------

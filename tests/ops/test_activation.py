@@ -21,7 +21,7 @@ from stored import (
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.kernel import use_references
-from transformer_engine_jax.ops.activation import activation, activation_bwd, activation_fwd, fused_name
+from transformer_engine_jax.ops.activation import Clamp, activation, activation_bwd, activation_fwd, fused_activation
 from transformer_engine_jax.testing import check_kernel, check_op, epsilon
 
 EXACT = {
@@ -41,7 +41,10 @@ PLAIN = {
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "sigmoid": jax.nn.sigmoid,
 }
-NAMES = [name + suffix for name in EXACT for suffix in ("", "_linear")]
+# GPT-OSS's, of z[0] and of z[1]; the first as its name says without the last "_linear".
+CLAMPED = "clamped_silu_clamped_linear"
+CURVES = EXACT | {"clamped_silu_clamped": lambda x: np.minimum(x, 7) / (1 + np.exp(-1.702 * np.minimum(x, 7)))}
+NAMES = [name + suffix for name in EXACT for suffix in ("", "_linear")] + [CLAMPED]
 SHAPES = [(1, 1), (5, 7), (3, 1000), (130, 100), (300, 500), (17,)]  # [.., N]
 F32, F16, BF16 = DTYPES = jnp.float32, jnp.float16, jnp.bfloat16
 BASE = (2, 3, 33)
@@ -70,11 +73,15 @@ def inputs(name, shape, dtype=jnp.float32, seed=0):
     return jnp.asarray(z, dtype), jnp.asarray(rng.normal(size=shape), dtype)
 
 
+def exact_gate(name, x):
+    return np.clip(x, -7, 7) + 1 if name == CLAMPED else x
+
+
 def exact_forward(name, z):
     """y, and the magnitude that its rounding error is relative to, in f64."""
     z = wide(z)
-    gate = z[..., 1, :] if name.endswith("_linear") else np.ones_like(z[..., 0, :])
-    y = EXACT[name.removesuffix("_linear")](z[..., 0, :])
+    gate = exact_gate(name, z[..., 1, :]) if name.endswith("_linear") else np.ones_like(z[..., 0, :])
+    y = CURVES[name.removesuffix("_linear")](z[..., 0, :])
     # The exponential magnifies the relative error of its argument, at most about 3 |x| + x^3 / 5 here, where y is tiny.
     x = np.abs(z[..., 0, :])
     return y * gate, np.abs(y * gate) * (1 + x + x**3 / 10)
@@ -82,14 +89,18 @@ def exact_forward(name, z):
 
 def exact_backward(name, dy, z):
     z, dy, step = wide(z), wide(dy), 1e-6
-    curve, x = EXACT[name.removesuffix("_linear")], z[..., 0, :]
+    curve, x = CURVES[name.removesuffix("_linear")], z[..., 0, :]
     slope = (curve(x + step) - curve(x - step)) / (2 * step)  # to 1e-9
     if not name.endswith("_linear"):
         return (dy * slope)[..., None, :]
-    return np.stack([dy * slope * z[..., 1, :], dy * curve(x)], axis=-2)
+    gate = lambda step: exact_gate(name, z[..., 1, :] + step)
+    return np.stack([dy * slope * gate(0), dy * curve(x) * (gate(step) - gate(-step)) / (2 * step)], axis=-2)
 
 
 def plain(name, z):
+    if name == CLAMPED:
+        c = jnp.minimum(z[..., 0, :], 7.0)
+        return c * jax.nn.sigmoid(1.702 * c) * (jnp.clip(z[..., 1, :], -7.0, 7.0) + 1)
     y = PLAIN[name.removesuffix("_linear")](z[..., 0, :])
     return y * z[..., 1, :] if name.endswith("_linear") else y
 
@@ -129,7 +140,8 @@ def test_fp8_results(implementation, name, shape, dtype):
 def test_op(name, dtype):
     z, _ = inputs(name, (3, 7, 33), dtype)
     activations = (name.removesuffix("_linear"), "linear")[: z.shape[-2]]
-    assert fused_name(activations) == name
+    activations = ("clamped_silu", "clamped_linear") if name == CLAMPED else activations
+    assert fused_activation(activations).activation == name
     # Rounded once to its dtype; for f32, 16 roundings of jax.nn's formula (where 1 + tanh cancels) and ours.
     bound = max(2 * epsilon(dtype), 16 * epsilon(F32))
     check_op(
@@ -143,7 +155,7 @@ def test_op(name, dtype):
 
 
 @pytest.mark.parametrize("fp8", [None, E5M2])
-@pytest.mark.parametrize("name", ["gelu", "silu_linear"])
+@pytest.mark.parametrize("name", ["gelu", "silu_linear", CLAMPED])
 def test_kernels_agree_with_their_references(name, fp8):
     z, dy = inputs(name, (8, 5, 32))
     scale = None if fp8 is None else jnp.float32(37)
@@ -180,6 +192,41 @@ def test_limits(implementation, name):
     np.testing.assert_array_equal(slope[5:8], rising.get(name, np.ones(3)))
 
 
+def test_limits_of_clamped_activations(implementation):
+    top = 3e38
+    x = jnp.asarray([-np.inf, -top, -8.0, 7.0, np.nextafter(np.float32(7), np.float32(8)), top, np.inf, np.nan])
+    y = lambda z: np.asarray(activation_fwd(jnp.stack(z, axis=-2).astype(F32), None, activation=CLAMPED).y)
+    dz = lambda z: np.asarray(
+        activation_bwd(jnp.ones(8), jnp.stack(z, axis=-2).astype(F32), None, activation=CLAMPED).dz
+    )
+    one, flat = jnp.ones(8), 7 / (1 + np.exp(-1.702 * 7))
+    np.testing.assert_array_equal(y((x, one))[:2], 0)
+    np.testing.assert_allclose(y((x, one))[3:7], 2 * flat, rtol=1e-6)
+    np.testing.assert_array_equal(dz((x, one))[0, 4:7], 0)
+    assert dz((x, one))[0, 3] > 1 and np.isnan(y((x, one))[7])
+    np.testing.assert_allclose(y((one, x)) / y((one, one)) * 2, [-6, -6, -6, 8, 8, 8, 8, np.nan], rtol=1e-6)
+    np.testing.assert_array_equal(dz((one, x))[1, [0, 1, 2, 4, 5, 6]], 0)
+    assert dz((one, x))[1, 3] > 0
+
+
+@pytest.mark.parametrize("params", [dict(limit=1.5), dict(alpha=0.5, glu_linear_offset=0.0), Clamp(2.0, 1.0, -0.5)])
+def test_parameters_of_clamped_activations(params):
+    (z, _), clamp = inputs(CLAMPED, (8, 16)), params if isinstance(params, Clamp) else Clamp(**params)
+    names = ("clamped_silu", "clamped_linear")
+
+    def expected(z, names):
+        c = jnp.minimum(z[:, 0], clamp.limit)
+        silu = c * jax.nn.sigmoid(clamp.alpha * c)
+        return silu * (jnp.clip(z[:, 1], -clamp.limit, clamp.limit) + clamp.glu_linear_offset if len(names) > 1 else 1)
+
+    key = jax.random.key(0)
+    for chosen in (names, names[:1]):  # fused, and in plain JAX
+        assert (fused_activation(chosen, params) is None) == (chosen is not names)
+        part = z[:, : len(chosen)]
+        got = testing.gradients(lambda z, n=chosen: activation(z, n, params), (part,), key)
+        testing.assert_close(got, testing.gradients(lambda z, n=chosen: expected(z, n), (part,), key), 16 * EPS)
+
+
 def test_nan_shows_in_amax_and_in_its_code(implementation):
     z, dy = inputs("silu_linear", (6, 100))
     z = z.at[2, 1, 5].set(jnp.nan)
@@ -205,7 +252,7 @@ def test_activations_without_a_kernel():
         (("linear", "silu"), z[:, 0] * jax.nn.silu(z[:, 1])),
         ((jnp.tanh, "linear"), jnp.tanh(z[:, 0]) * z[:, 1]),
     ):
-        assert fused_name(activations) is None
+        assert fused_activation(activations) is None
         np.testing.assert_allclose(activation(z, activations), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(activation(z[:, :1], jnp.sin), jnp.sin(z[:, 0]))
 
@@ -215,6 +262,9 @@ def test_activations_without_a_kernel():
     {
         "activation: activations: expected some of .* got 'swish'": lambda z: activation(z, "swish"),
         "activation: activations: expected at least one": lambda z: activation(z, ()),
+        "activation: params: expected none for": lambda z: activation(z, "silu", {"limit": 7.0}),
+        "activation: params: expected some of .* got 'beta'": lambda z: activation(z, "clamped_silu", {"beta": 7.0}),
+        "activation: params: limit: expected a finite": lambda z: activation(z, "clamped_silu", {"limit": -1}),
         r"activation: z: expected \[.., 2, N\]": lambda z: activation(z, ("silu", "linear")),
         "activation: z: expected f32, f16 or bf16, got int32": lambda z: activation(z.astype(int), "silu"),
         "activation_fwd: activation: expected one of": lambda z: activation_fwd(z, None, activation="linear"),
@@ -229,6 +279,7 @@ def test_mistakes(message, call):
         call(jnp.ones((3, 1, 8)))
 
 
+CLAMP = {name: np.float32(value) for name, value in Clamp()._asdict().items()}
 FWD = {"z": ((3, 2, 8), F32), "scale": ABSENT}, {"y": ((3, 8), F32), "y_t": ABSENT, "amax": ABSENT}
 BWD = (
     {"dy": ((3, 8), F32), "z": ((3, 2, 8), F32), "scale": ABSENT},
@@ -262,10 +313,10 @@ def test_malformed_calls_raise(argument, wrong):
             operands, results = dict(operands), dict(results)
             (operands if argument in operands else results)[argument] = wrong
             with pytest.raises(Exception, match=f"te_{name}: "):
-                call_handler(name, operands, results, {"activation": "silu_linear"})
+                call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP})
 
 
 @pytest.mark.parametrize("name", ["", "swish", "linear", "_linear", "gelu_", "gelu_linear_linear"])
 def test_unknown_activations_raise(name):
     with pytest.raises(Exception, match="te_activation_fwd: activation: expected gelu"):
-        call_handler("activation_fwd", *FWD, {"activation": name})
+        call_handler("activation_fwd", *FWD, {"activation": name, **CLAMP})

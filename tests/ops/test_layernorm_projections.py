@@ -106,7 +106,7 @@ def test_sharded_is_unsharded(explicit):
     mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
     with jax.default_device(mesh.devices.flat[0]):
         expected = jax.device_get(step(fused, arrays, dys, RECIPES["delayed"]))
-    specs = (P("data"), P(), P(), [P(None, None, "model")], [P(None, "model")])
+    specs = (P("data"), P(), P(), [P("data", None, "model")], [P(None, "model")])
     of_outputs = [P("data", None, "model")] * 3 + [P("data")]
     with testing.on_mesh(mesh):
         arrays, dys = testing.shard(mesh, (arrays, list(dys)), (specs, of_outputs))

@@ -1,12 +1,19 @@
 """Linen modules: `import transformer_engine_jax.flax as te_flax`."""
 
-from transformer_engine_jax.flax.attention import MultiHeadAttention, RelativePositionBiases
+from transformer_engine_jax.flax.attention import MultiHeadAttention
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
+from transformer_engine_jax.flax.dot_general import (
+    make_dot_general_cls,
+    make_einsum_cls,
+    wrap_function_in_te_state_module,
+)
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention
 from transformer_engine_jax.flax.layernorm import LayerNorm, RMSNorm
 from transformer_engine_jax.flax.mlp import LayerNormMLP
+from transformer_engine_jax.flax.relative_positions import RelativePositionBiases
 from transformer_engine_jax.flax.softmax import Softmax, SoftmaxFusionType
+from transformer_engine_jax.flax.state import init_state
 from transformer_engine_jax.flax.transformer import TransformerLayer, TransformerLayerType
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.sharding import extend_logical_axis_rules
@@ -27,4 +34,8 @@ __all__ = [
     "TransformerLayer",
     "TransformerLayerType",
     "extend_logical_axis_rules",
+    "init_state",
+    "make_dot_general_cls",
+    "make_einsum_cls",
+    "wrap_function_in_te_state_module",
 ]

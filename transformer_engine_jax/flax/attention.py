@@ -1,4 +1,4 @@
-"""MultiHeadAttention with RoPE, and T5's RelativePositionBiases."""
+"""MultiHeadAttention: projections, RoPE, norms of queries and keys, the KV cache, attention."""
 
 from __future__ import annotations
 
@@ -8,15 +8,39 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.flax.base import default_kernel_init, flat_kernel_init
-from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral
+from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, Projection
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention, one_of
-from transformer_engine_jax.ops.rope import rope, rope_frequencies
+from transformer_engine_jax.flax.layernorm import LayerNorm
+from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor
+from transformer_engine_jax.ops.attention.decode import KVCache
+from transformer_engine_jax.ops.attention.sequences import places
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
+from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_table
+from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.sharding import activation_axes, constrain
 
 SCOPES = ("none", "all", *(f"{how}{what}" for how in ("", "exclude_") for what in ("qkv_proj", "output_proj", "mlp")))
+
+
+QK_NORMS = (None, "layernorm", "rmsnorm", "l2norm")
+
+
+CHECKPOINT_NAMES = {
+    "qkv": "combined_qkv_proj",
+    "kv": "combined_kv_proj",
+    "query": "query_proj",
+    "key": "key_proj",
+    "value": "value_proj",
+}
+
+
+def unstacked(y, features) -> list:
+    """The results [.., N] in y[.., P, N], of features (P, N); y itself where features is N."""
+    return [y] if isinstance(features, int) else [y if y is None else y[..., i, :] for i in range(features[0])]
 
 
 def adapts(scope: str, projection: str) -> bool:
@@ -24,12 +48,62 @@ def adapts(scope: str, projection: str) -> bool:
     return scope in ("all", projection) or (scope.startswith("exclude_") and scope != f"exclude_{projection}")
 
 
+def rotations(module, rotary_pos_emb) -> tuple:
+    """What turns the queries and what turns the keys of a MultiHeadAttention, None for nothing.
+
+    rotary_pos_emb: frequencies f32[F], angles f32[T, F], a pair of them, or None for what the module's fields say.
+    """
+    if rotary_pos_emb is None and module.enable_rotary_pos_emb:
+        if module.head_dim % 2:
+            raise ValueError(
+                "MultiHeadAttention.head_dim: expected an even size for RoPE, which turns pairs of features, got "
+                f"{module.head_dim}; give rotary_pos_emb of {module.head_dim // 2} frequencies to leave one as it is"
+            )
+        rotary_pos_emb = rope_frequencies(module.head_dim, module.rotary_pos_emb_windows)
+    pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple | list) else (rotary_pos_emb, rotary_pos_emb)
+    if len(pair) != 2 or any(x is not None and jnp.ndim(x) not in (1, 2) for x in pair):
+        raise ValueError(
+            "MultiHeadAttention: rotary_pos_emb: expected frequencies [F] or angles [T, F], or a pair of them for "
+            f"queries and keys, got {[list(jnp.shape(x)) for x in pair]}"
+        )
+    return tuple(pair)
+
+
+def rotated(module, rotation, x, positions) -> jax.Array:
+    """x [B, S, heads, head_dim], turned by one of the `rotations` where its tokens stand; None counts from 0."""
+    if rotation is None:
+        return x
+    turn = rope if jnp.ndim(rotation) == 1 else rope_table
+    return turn(x, rotation, positions=positions, group=module.rotary_pos_emb_group_method)
+
+
+def positions(query, key, start, sequences: SequenceDescriptor | None) -> tuple:
+    """Where queries [B, Sq, ..] and keys [B, Sk, ..] stand: i32[S] or [B, S]; None counts from 0.
+
+    start: place in the KV cache of the first token, or None. sequences: with one, positions in them.
+    """
+    lengths = query.shape[1], key.shape[1]
+    if isinstance(sequences, SequenceDescriptor):
+        sequences.check(query.shape[0], *lengths)
+        return tuple(side.position for side in places(sequences, *lengths, Attention(scale=1.0)))
+    return tuple(None if start is None else start + jnp.arange(n, dtype=jnp.int32) for n in lengths)
+
+
+def l2norm(x, epsilon: float) -> jax.Array:
+    """x[.., D] / sqrt(sum of squares + epsilon), in f32 arithmetic."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.sum(wide**2, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
 class MultiHeadAttention(nn.Module):
     """Norm, projections, attention and the output projection; returns (out, the norm's output or None).
 
     Submodules `qkv` | `query`, `kv` | `query`, `key`, `value`, and `out`. scale_attn_logits=False leaves 1 /
     sqrt(head_dim) to the query kernel's initial value (scaled_query_init). rotary_pos_emb_windows: (min, max)
-    wavelengths over 2 pi.
+    wavelengths over 2 pi. qk_norm_type: a norm of each head's query and key, "layernorm" or "rmsnorm" (submodules
+    `query_norm` and `key_norm`, zero-centred as the other) or "l2norm", which has no parameters; after RoPE, or before
+    with qk_norm_before_rope; best with scale_attn_logits. enable_sequence_parallel: between the products, the sequence
+    is sharded over the mesh axis of tensor parallelism.
     """
 
     head_dim: int
@@ -63,48 +137,68 @@ class MultiHeadAttention(nn.Module):
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
     score_mod: Callable | None = None
+    qk_norm_type: str | None = None
+    qk_norm_epsilon: float = 1e-6
+    qk_norm_before_rope: bool = False
+    checkpoint_core_attention: bool = False
 
     @nn.compact
     def __call__(
-        self, inputs_q, inputs_kv=None, mask=None, bias=None, *, decode: bool = False, deterministic: bool = False
+        self,
+        inputs_q,
+        inputs_kv=None,
+        mask=None,
+        bias=None,
+        *,
+        decode: bool = False,
+        deterministic: bool = False,
+        sequence_descriptor: SequenceDescriptor | None = None,
+        rotary_pos_emb=None,
+        residual: bool = False,
     ):
         """inputs_q [B, Sq, h], inputs_kv [B, Sk, h] -> ([B, Sq, h], normed inputs_q or None).
 
-        Self-attention, whose projections are fused, where inputs_kv is None or the very object that inputs_q is.
+        Args:
+          inputs_q, inputs_kv: it is self-attention, with fused projections, where inputs_kv is None or the very object
+            that inputs_q is.
+          mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out; for attn_mask_type with "padding".
+          bias: likewise, added to the logits.
+          decode: self-attention to the KV cache, `cached_key` and `cached_value` [B, S, G, D] and `cache_index` i32[]
+            in the collection "cache". init, or a first apply with mutable=["cache"], makes it, as long as its inputs;
+            each apply then takes the next token, or several, which see themselves, tokens before them as the mask type
+            says, and none after. mask and bias are of the cache's length, [.., 1 or Sq or S, S]. Tokens past the end
+            of the cache come out NaN. Of cross-attention, only RoPE heeds it.
+          sequence_descriptor: the sequences of rows that are padded or packed; in place of a mask.
+          rotary_pos_emb: RoPE in place of what the fields say: frequencies f32[F], F <= head_dim / 2, in radians per
+            position, or angles f32[T, F] of the positions 0 to T - 1; or a pair, for queries and for keys.
+          residual: add inputs_q to the result, inside the output projection.
+
+        Raises:
+          ValueError: shapes or options do not fit.
         """
         one_of(self, "low_rank_adaptation_scope", SCOPES)
-        one_of(self, "enable_sequence_parallel", (False,), " (not available yet)")
-        if decode:
-            raise ValueError("MultiHeadAttention: decode=True, a KV cache, is not available yet")
+        one_of(self, "qk_norm_type", QK_NORMS)
         is_self = inputs_kv is None or inputs_kv is inputs_q
         inputs_q = jnp.asarray(inputs_q)
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
-        query, key, value, normed = self._project(inputs_q, inputs_kv)
-
-        def heads(x, count):
-            return x.reshape(*x.shape[:-1], count, self.head_dim)
-
-        groups = self.num_gqa_groups or self.num_attention_heads
-        query, key, value = heads(query, self.num_attention_heads), heads(key, groups), heads(value, groups)
-        if self.enable_rotary_pos_emb:
-            query, key = self._rotate(query), self._rotate(key)
-        context = DotProductAttention(
-            head_dim=self.head_dim,
-            num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=groups,
-            attention_dropout=self.attention_dropout,
-            attn_mask_type=self.attn_mask_type,
-            attn_bias_type=self.attn_bias_type,
-            dropout_rng_name=self.dropout_rng_name,
-            float32_logits=self.float32_logits,
-            scale_factor=None if self.scale_attn_logits else 1.0,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            window_size=self.window_size,
-            softmax_type=self.softmax_type,
-            score_mod=self.score_mod,
-            name="core_attention",
-        )(query, key, value, bias=bias, mask=mask, deterministic=deterministic)
-        context = context.reshape(*context.shape[:-2], self.num_attention_heads * self.head_dim)
+        query, key, value, normed, past = self._project(inputs_q, inputs_kv)
+        query, key, value = (self._by_head(x) for x in (query, key, value))
+        turn_q, turn_k = rotations(self, rotary_pos_emb)
+        start, cached = None, self.has_variable("cache", "cache_index")
+        if decode and (is_self or turn_q is not None):
+            index = self._cache("cache_index", (), jnp.int32)
+            start = index.value
+            index.value = start + (query.shape[1] if cached else 0)
+        at_q, at_k = positions(query, key, start, sequence_descriptor if "padding" in self.attn_mask_type else None)
+        query = self._normed_and_turned("query_norm", query, turn_q, at_q)
+        key = self._normed_and_turned("key_norm", key, turn_k, at_k if is_self or start is None else None)
+        if decode and is_self:
+            key, value = self._cached(key, value, start, cached)
+        context = self._core_attention()(
+            query, key, value, sequence_descriptor, bias,
+            mask=mask, deterministic=deterministic, cache_index=start if is_self else None,
+        )  # fmt: skip
+        context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
         out = DenseGeneral(
             features=inputs_q.shape[-1],
             kernel_init=self.kernel_init,
@@ -116,102 +210,155 @@ class MultiHeadAttention(nn.Module):
             low_rank_adaptation_dim=self.low_rank_adaptation_dim,
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
+            input_axes=self._axes("heads"),
             name="out",
-        )(context)
-        return checkpoint_name(out, "out_proj"), normed
+        )(jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context, past if residual else None)
+        return constrain(checkpoint_name(out, "out_proj"), self._axes(between=True)), normed
 
-    def _rotate(self, x):
-        x = jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
-        x = rope(
-            x, rope_frequencies(self.head_dim, self.rotary_pos_emb_windows), group=self.rotary_pos_emb_group_method
-        )
+    def _axes(self, features: str = "embed_activations", between: bool = False) -> tuple[str, ...]:
+        """Logical axes of activations at a product or, sharded along the sequence, between products."""
+        if not self.enable_sequence_parallel:
+            return ()
+        return activation_axes(features, transposed=self.transpose_batch_sequence, sequence_parallel=between)
+
+    def _by_head(self, x) -> jax.Array:
+        """x [B, S, heads * head_dim], or transposed, as [B, S, heads, head_dim]."""
+        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
         return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
 
+    def _normed_and_turned(self, name: str, x, turn, at) -> jax.Array:
+        if not self.qk_norm_before_rope:
+            x = rotated(self, turn, x, at)
+        if self.qk_norm_type == "l2norm":
+            x = l2norm(x, self.qk_norm_epsilon)
+        elif self.qk_norm_type is not None:
+            x = LayerNorm(
+                epsilon=self.qk_norm_epsilon,
+                layernorm_type=self.qk_norm_type,
+                zero_centered_gamma=self.zero_centered_gamma,
+                scale_axes=(None,),
+                bias_axes=(None,),
+                dtype=self.dtype,
+                name=name,
+            )(x)
+        return rotated(self, turn, x, at) if self.qk_norm_before_rope else x
+
+    def _cache(self, name: str, shape, dtype) -> nn.Variable:
+        if not self.is_mutable_collection("cache"):
+            raise ValueError(
+                "MultiHeadAttention: decode=True writes the KV cache, but the collection is not mutable; call "
+                "apply(variables, ..., decode=True, mutable=['cache']), with the 'cache' that init(..., decode=True) "
+                "makes for inputs of the greatest length"
+            )
+        return self.variable("cache", name, jnp.zeros, shape, dtype)
+
+    def _cached(self, key, value, start, cached: bool):
+        """Keys and values of the cache with these in it; the call that makes the cache leaves it empty."""
+        variables = [self._cache(f"cached_{n}", x.shape, x.dtype) for n, x in (("key", key), ("value", value))]
+        if not cached:
+            return key, value
+        cache = KVCache(*[v.value for v in variables], start).append(key, value)
+        variables[0].value, variables[1].value = cache.key, cache.value
+        return cache.key, cache.value
+
+    def _core_attention(self) -> DotProductAttention:
+        return DotProductAttention(
+            head_dim=self.head_dim,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=self.attention_dropout,
+            attn_mask_type=self.attn_mask_type,
+            attn_bias_type=self.attn_bias_type,
+            dropout_rng_name=self.dropout_rng_name,
+            float32_logits=self.float32_logits,
+            scale_factor=None if self.scale_attn_logits else 1.0,
+            window_size=self.window_size,
+            softmax_type=self.softmax_type,
+            score_mod=self.score_mod,
+            checkpoint_core_attention=self.checkpoint_core_attention,
+            name="core_attention",
+        )
+
     def _project(self, inputs_q, inputs_kv):
-        """(query, key, value, normed inputs_q or None), the first three [.., heads * head_dim]."""
+        """(query, key, value, normed inputs_q or None, inputs_q), the first three [.., heads * head_dim].
+
+        Those of self-attention share one quantized copy of the norm's output, where no more of it is asked for.
+        """
+        is_self = inputs_q is inputs_kv
+        layout = self._layout(is_self)
+        special = self.return_layernorm_output or self.enable_sequence_parallel
+        if is_self and not (special or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
+            return self._project_together(inputs_q, layout)
+        (name, features, init), *others = layout
+        wants_norm = self.return_layernorm_output or (is_self and bool(others))
+        first = self._projection(
+            LayerNormDenseGeneral, name, features, init,
+            layernorm_input_axes=self._axes(between=True), dot_input_axes=self._axes(),
+            return_layernorm_output=wants_norm, **self._norm_fields,
+        )  # fmt: skip
+        y, normed = first(inputs_q)
+        outputs = [checkpoint_name(y, CHECKPOINT_NAMES[name])]
+        source = normed if is_self else inputs_kv
+        for name, features, init in others:
+            y = self._projection(DenseGeneral, name, features, init, input_axes=self._axes())(source)
+            outputs.append(checkpoint_name(y, CHECKPOINT_NAMES[name]))
+        split = [part for y, (_, features, _) in zip(outputs, layout) for part in unstacked(y, features)]
+        return *split, normed if self.return_layernorm_output else None, inputs_q
+
+    def _project_together(self, x, layout):
+        fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
+        parts = [self._projection(Projection, *of, **norm)(x) for of, norm in zip(layout, fields)]
+        quantizers = None if parts[0].quantizers is None else [part.quantizers for part in parts]
+        results, x = layernorm_projections(
+            x,
+            parts[0].gamma,
+            parts[0].beta,
+            [part.kernel for part in parts],
+            [part.bias for part in parts],
+            norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
+            quantizers=quantizers,
+            return_input=True,
+        )
+        names = [CHECKPOINT_NAMES[name] for name, features, _ in layout for _ in unstacked(None, features)]
+        results = [checkpoint_name(y, name) for y, name in zip(results, names)]
+        return keep(results[0], [part.unused for part in parts]), *results[1:], None, x
+
+    def _layout(self, is_self: bool) -> list[tuple[str, int | tuple[int, int], Callable]]:
+        """(name, features, kernel_init) of each projection."""
         width_q = self.num_attention_heads * self.head_dim
         width_kv = (self.num_gqa_groups or self.num_attention_heads) * self.head_dim
         init = self.kernel_init or default_kernel_init
         scaled = self.scaled_query_init and not self.scale_attn_logits
         query_scale = float(self.head_dim**-0.5) if scaled else 1.0
-        is_self = inputs_q is inputs_kv
-
-        def product(name: str, features, kernel_init, *, normed: bool, wants_norm: bool = False):
-            stacked = isinstance(features, tuple)
-            fields: dict[str, Any] = dict(
-                features=features,
-                kernel_init=kernel_init,
-                kernel_axes=("embed", "qkv", "heads") if stacked else ("embed", "heads"),
-                use_bias=self.use_bias,
-                bias_init=self.bias_init,
-                bias_axes=("qkv", "heads") if stacked else ("heads",),
-                enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, "qkv_proj"),
-                low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-                low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-                dtype=self.dtype,
-                name=name,
-            )
-            if not normed:
-                return DenseGeneral(**fields)
-            return LayerNormDenseGeneral(
-                **fields,
-                enable_layernorm=self.input_layernorm,
-                layernorm_type=self.layernorm_type,
-                epsilon=self.layernorm_epsilon,
-                zero_centered_gamma=self.zero_centered_gamma,
-                return_layernorm_output=wants_norm,
-            )
-
-        query_init = flat_kernel_init(init, 1, scales=(query_scale,))
         if self.fuse_qkv_params and is_self and width_q == width_kv:
-            qkv_init = flat_kernel_init(init, 1, scales=(query_scale, 1.0, 1.0))
-            qkv, normed = product("qkv", (3, width_q), qkv_init, normed=True, wants_norm=self.return_layernorm_output)(
-                inputs_q
-            )
-            qkv = checkpoint_name(qkv, "combined_qkv_proj")
-            return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], normed
-        wants_norm = self.return_layernorm_output or is_self
-        query, normed = product("query", width_q, query_init, normed=True, wants_norm=wants_norm)(inputs_q)
-        source = normed if is_self else inputs_kv
+            return [("qkv", (3, width_q), flat_kernel_init(init, 1, scales=(query_scale, 1.0, 1.0)))]
+        query = ("query", width_q, flat_kernel_init(init, 1, scales=(query_scale,)))
         if self.fuse_qkv_params:
-            kv_init = flat_kernel_init(init, 1, scales=(1.0, 1.0))
-            kv = checkpoint_name(product("kv", (2, width_kv), kv_init, normed=False)(source), "combined_kv_proj")
-            key, value = kv[..., 0, :], kv[..., 1, :]
-        else:
-            key = checkpoint_name(product("key", width_kv, init, normed=False)(source), "key_proj")
-            value = checkpoint_name(product("value", width_kv, init, normed=False)(source), "value_proj")
-        query = checkpoint_name(query, "query_proj")
-        return query, key, value, normed if self.return_layernorm_output else None
+            return [query, ("kv", (2, width_kv), flat_kernel_init(init, 1, scales=(1.0, 1.0)))]
+        return [query, ("key", width_kv, init), ("value", width_kv, init)]
 
+    @property
+    def _norm_fields(self) -> dict[str, Any]:
+        return dict(
+            enable_layernorm=self.input_layernorm,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
 
-class RelativePositionBiases(nn.Module):
-    """T5's relative position biases (Raffel et al., 2019); param `rel_embedding` [heads, num_buckets]."""
-
-    num_buckets: int
-    max_distance: int
-    num_attention_heads: int
-    embedding_init: Callable = nn.initializers.uniform(scale=1.0)
-    embedding_axes: tuple[str | None, ...] = ("heads", "relpos_buckets")
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> jax.Array:
-        """Lengths -> biases [1, heads, q_seqlen, k_seqlen]."""
-        init = nn.with_logical_partitioning(self.embedding_init, self.embedding_axes)
-        table = self.param("rel_embedding", init, (self.num_attention_heads, self.num_buckets), self.dtype)
-        distance = np.arange(k_seqlen)[None, :] - np.arange(q_seqlen)[:, None]
-        return jnp.take(table, self._bucket(distance, bidirectional), axis=1)[None]
-
-    def _bucket(self, distance: np.ndarray, bidirectional: bool) -> np.ndarray:
-        """Half of the buckets count small distances exactly, the others grow with their logarithm."""
-        buckets, first = self.num_buckets, np.zeros_like(distance)
-        if bidirectional:
-            buckets //= 2
-            first = np.where(distance > 0, buckets, 0)
-            distance = np.abs(distance)
-        else:
-            distance = np.maximum(-distance, 0)
-        exact = buckets // 2
-        ratio = np.log(np.maximum(distance, 1) / exact) / np.log(self.max_distance / exact)
-        far = np.minimum(exact + (ratio * (buckets - exact)).astype(np.int32), buckets - 1)
-        return first + np.where(distance < exact, distance, far)
+    def _projection(self, module: type, name: str, features, kernel_init, **fields):
+        stacked = isinstance(features, tuple)
+        return module(
+            features=features,
+            kernel_init=kernel_init,
+            kernel_axes=("embed", "qkv", "heads") if stacked else ("embed", "heads"),
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes=("qkv", "heads") if stacked else ("heads",),
+            enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, "qkv_proj"),
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            name=name,
+            **fields,
+        )

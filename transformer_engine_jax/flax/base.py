@@ -12,7 +12,8 @@ import jax
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.ops.low_rank import low_rank
-from transformer_engine_jax.quantized import GemmQuantizers, QuantizerState, attach, quantizer_spec
+from transformer_engine_jax.quantized import GemmQuantizers, GemmState, QuantizerState, attach_gemm
+from transformer_engine_jax.recipe import Recipe
 
 # The name that Flax's TrainState and others already treat as "replace this with its gradient".
 STATE_COLLECTION = "_overwrite_with_gradient"
@@ -28,35 +29,27 @@ flax.serialization.register_serialization_state(
 class Fp8Module(nn.Module):
     """A module with GEMMs: keeps one QuantizerState for each operand of each of them."""
 
-    def gemm_quantizers(self, gemm: str) -> tuple[GemmQuantizers | None, Any]:
-        """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused."""
+    def gemm_quantizers(self, gemm: str, checkpoint_name: str | None = None) -> tuple[GemmQuantizers | None, Any]:
+        """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused.
+
+        What is quantized bears the checkpoint_name, for checkpoint policies.
+        """
         recipe = current().recipe
-        names = {operand: f"{gemm}_{operand}" for operand in GemmQuantizers._fields}
-        if recipe is None or not recipe.stateful:
-            states = [
-                self.get_variable(STATE_COLLECTION, name)
-                for name in names.values()
-                if self.has_variable(STATE_COLLECTION, name)
-            ]
-            if recipe is None:
-                return None, states
-            forward, backward = quantizer_spec(), quantizer_spec(backward=True)
-            return GemmQuantizers(attach(None, forward), attach(None, forward), attach(None, backward)), states
+        names = [f"{gemm}_{operand}" for operand in GemmState._fields]
+        if recipe is not None and recipe.stateful:
+            return attach_gemm(GemmState(*[self.fp8_state(name, recipe) for name in names]), checkpoint_name), []
+        unused = [self.get_variable(STATE_COLLECTION, n) for n in names if self.has_variable(STATE_COLLECTION, n)]
+        return attach_gemm(checkpoint_name=checkpoint_name), unused
 
-        def state(name: str) -> QuantizerState:
-            if not self.has_variable(STATE_COLLECTION, name) and not self.is_mutable_collection(STATE_COLLECTION):
-                raise ValueError(
-                    f"{type(self).__name__} {'/'.join(self.path)}: FP8 state {name!r} is not among the variables. "
-                    f"Call init under the same fp8_autocast, and pass all its collections to apply: "
-                    f"model.apply({{'params': params, {STATE_COLLECTION!r}: state}}, ...)"
-                )
-            return self.variable(STATE_COLLECTION, name, QuantizerState.create, recipe).value
-
-        return GemmQuantizers(
-            attach(state(names["x"]), quantizer_spec()),
-            attach(state(names["kernel"]), quantizer_spec()),
-            attach(state(names["grad"]), quantizer_spec(backward=True)),
-        ), []
+    def fp8_state(self, name: str, recipe: Recipe) -> QuantizerState:
+        if not self.has_variable(STATE_COLLECTION, name) and not self.is_mutable_collection(STATE_COLLECTION):
+            raise ValueError(
+                f"{type(self).__name__} {'/'.join(self.path)}: FP8 state {name!r} is not among the variables. Call "
+                "init under the same fp8_autocast, or give variables that were made outside of it their state with "
+                "variables = te_flax.init_state(model, variables, *args); and pass all collections to apply: "
+                f"model.apply({{'params': params, {STATE_COLLECTION!r}: state}}, ...)"
+            )
+        return self.variable(STATE_COLLECTION, name, QuantizerState.create, recipe).value
 
     def make_param(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):
         """A parameter that carries its logical axes, where there are any."""

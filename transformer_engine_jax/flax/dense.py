@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.flax.base import Fp8Module, canonical_tuple, default_kernel_init, flat_kernel_init
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
-from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.quantized import GemmQuantizers, keep
 from transformer_engine_jax.sharding import constrain
 
 
@@ -26,6 +25,28 @@ def contracted_last(x: jax.Array, axis) -> tuple[jax.Array, int]:
         raise ValueError(f"DenseGeneral.axis: expected distinct axes of x{list(x.shape)}, got {axis}")
     last = tuple(range(x.ndim - len(axes), x.ndim))
     return (x if axes == last else jnp.moveaxis(x, axes, last)), len(axes)
+
+
+ParametersSplit = Sequence[str] | Mapping[str, int]
+
+
+def split_sizes(module: str, split: ParametersSplit | None, features: int) -> dict[str, int]:
+    """Prefix of a parameter's name -> its share of `features`; one share without a prefix where nothing is split."""
+    if split is None:
+        return {"": features}
+    share = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, features // max(len(split), 1))
+    sizes = {f"{name.rstrip('_')}_": size for name, size in share.items()}
+    if len(sizes) != len(split) or sum(sizes.values()) != features or min(sizes.values(), default=0) < 1:
+        raise ValueError(
+            f"{module}.parameters_split: expected distinct names whose sizes add up to the {features} of the first "
+            f"output axis, or names that share it equally, got {split!r}"
+        )
+    return sizes
+
+
+def joined(parts: Sequence[jax.Array], axis: int) -> jax.Array | None:
+    """The parts side by side, None where there are none."""
+    return (jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]) if parts else None
 
 
 class _Dense(Fp8Module):
@@ -45,6 +66,7 @@ class _Dense(Fp8Module):
     param_dtype: Any = None
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    parameters_split: ParametersSplit | None = None
 
     def _make_kernel(self, x: jax.Array, k_axes: int) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
         """(kernel, bias or None, features) for x, whose last k_axes axes are contracted."""
@@ -52,11 +74,15 @@ class _Dense(Fp8Module):
         if not features or not all(isinstance(f, int | np.integer) and f > 0 for f in features):
             raise ValueError(f"{type(self).__name__}.features: expected positive sizes, got {self.features!r}")
         dtype = self.param_dtype or self.dtype
-        shape = x.shape[x.ndim - k_axes :] + features
+        inputs = x.shape[x.ndim - k_axes :]
         init = self.kernel_init or flat_kernel_init(default_kernel_init, k_axes)
-        kernel = self.make_param("kernel", init, self.kernel_axes, shape, dtype)
-        bias = self.make_param("bias", self.bias_init, self.bias_axes, features, dtype) if self.use_bias else None
-        return kernel, bias, features
+        kernels, biases = [], []
+        for prefix, size in split_sizes(type(self).__name__, self.parameters_split, features[0]).items():
+            part = (size, *features[1:])
+            kernels.append(self.make_param(f"{prefix}kernel", init, self.kernel_axes, inputs + part, dtype))
+            if self.use_bias:
+                biases.append(self.make_param(f"{prefix}bias", self.bias_init, self.bias_axes, part, dtype))
+        return joined(kernels, k_axes), joined(biases, 0), features
 
     def _finish(self, y: jax.Array, x: jax.Array, k_axes: int, features, unused) -> jax.Array:
         if self.enable_low_rank_adaptation:
@@ -81,21 +107,26 @@ class DenseGeneral(_Dense):
     features: sizes of the output axes. axis: the contracted axes of x. kernel_init: None means variance_scaling(1.0,
     "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is given, of the computation.
     return_bias: return (y, bias) with the bias not added. low_rank_adaptation_*: LoRA beside the kernel.
+    parameters_split: names, or names and sizes, of slices of the first output axis that are parameters of their own,
+    `<name>_kernel` and `<name>_bias`; they are one product. quantization_checkpoint_name: the name of what is quantized
+    for checkpoint policies.
     """
 
     input_axes: tuple[str | None, ...] = ()
     return_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array):
-        """x[.., contracted..] -> [.., features..] in x's dtype, or (that, bias) with return_bias."""
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None):
+        """x[.., contracted..] (+ residual) -> [.., features..] in x's dtype, or (that, bias) with return_bias.
+
+        residual: [.., features..] in x's dtype, added inside the product.
+        """
         x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
-        quantizers, unused = self.gemm_quantizers("gemm")
-        y = dense(x, kernel, None if self.return_bias else bias, k_axes=k_axes, quantizers=quantizers)
-        if self.quantization_checkpoint_name:
-            y = checkpoint_name(y, self.quantization_checkpoint_name)
+        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        added = None if self.return_bias else bias
+        y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual)
         y = self._finish(y, x, k_axes, features, unused)
         return (y, bias) if self.return_bias else y
 
@@ -128,24 +159,13 @@ class LayerNormDenseGeneral(_Dense):
         if self.enable_layernorm and canonical_tuple(self.axis) not in ((-1,), (x.ndim - 1,)):
             raise ValueError(f"LayerNormDenseGeneral.axis: expected -1, the axis of the norm, got {self.axis}")
         options = Norm(self.epsilon, self.zero_centered_gamma)
-        normed = gamma = beta = None
-        if self.enable_layernorm:
-            gamma, beta = self.make_norm_params(
-                x.shape[-1],
-                self.layernorm_type,
-                self.scale_init,
-                self.scale_axes,
-                self.ln_bias_init,
-                self.ln_bias_axes,
-                self.zero_centered_gamma,
-                self.param_dtype or self.dtype,
-            )
+        normed, (gamma, beta) = None, self._make_norm(x)
         separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
         if self.enable_layernorm and separate:
             x = normed = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
-        quantizers, unused = self.gemm_quantizers("gemm")
+        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
         if self.enable_layernorm and normed is None:
             y = layernorm_dense(x, gamma, beta, kernel, bias, norm_options=options, quantizers=quantizers)
         else:
@@ -155,3 +175,39 @@ class LayerNormDenseGeneral(_Dense):
             y = y / self.depth_scaling
         returned = (normed if self.enable_layernorm else x) if self.return_layernorm_output else None
         return y, returned
+
+    def _make_norm(self, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """(gamma, beta) for x, None where there is none."""
+        if not self.enable_layernorm:
+            return None, None
+        return self.make_norm_params(
+            x.shape[-1],
+            self.layernorm_type,
+            self.scale_init,
+            self.scale_axes,
+            self.ln_bias_init,
+            self.ln_bias_axes,
+            self.zero_centered_gamma,
+            self.param_dtype or self.dtype,
+        )
+
+
+class ProjectionParts(NamedTuple):
+    """What a LayerNormDenseGeneral computes with; None for what it has not."""
+
+    gamma: jax.Array | None
+    beta: jax.Array | None
+    kernel: jax.Array
+    bias: jax.Array | None
+    quantizers: GemmQuantizers | None
+    unused: Any  # states
+
+
+class Projection(LayerNormDenseGeneral):
+    """A LayerNormDenseGeneral that another module computes, together with others."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> ProjectionParts:
+        kernel, bias, _ = self._make_kernel(x, 1)
+        quantizers = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        return ProjectionParts(*self._make_norm(x), kernel, bias, *quantizers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
+from transformer_engine_jax.ops.attention.decode import decode_attention
 
 MASK_TYPES = (
     "no_mask",
@@ -43,7 +45,8 @@ class DotProductAttention(nn.Module):
     with t for bs are rows [B, S, ...] that hold several sequences. scale_factor: None means 1 / sqrt(head_dim).
     window_size: (left, right) keys seen, -1 for all. softmax_type: "off_by_one" has one more logit, 0; "learnable" has
     one a head, the param `softmax_offset` f32[H]. score_mod: see ops.attention.Attention. transpose_batch_sequence:
-    inputs are [S, B, ...]. float32_logits: logits and softmax always are. max_segments_per_seq: not needed.
+    inputs are [S, B, ...]. checkpoint_core_attention: the backward pass computes the attention anew, and nothing of it
+    is kept. float32_logits: logits and softmax always are. max_segments_per_seq: not needed.
     """
 
     head_dim: int
@@ -65,6 +68,7 @@ class DotProductAttention(nn.Module):
     context_checkpoint_name: str = "context"
     softmax_type: str = "vanilla"
     score_mod: Callable | None = None
+    checkpoint_core_attention: bool = False
 
     @nn.compact
     def __call__(
@@ -77,24 +81,29 @@ class DotProductAttention(nn.Module):
         *,
         deterministic: bool = False,
         mask=None,
+        cache_index=None,
     ) -> jax.Array:
         """query [B, S, H, D] (or packed as qkv_layout says), key [B, S, G, D], value [B, S, G, Dv] -> [B, S, H, Dv].
 
         sequence_descriptor: the sequences of rows that are padded or packed. mask: bool, broadcastable to
-        [B, H, Sq, Sk], True is masked out. bias: likewise.
+        [B, H, Sq, Sk], True is masked out. bias: likewise. cache_index: i32[] where keys and values are those of a KV
+        cache, the place in it of the first query: see ops.attention.decode.
         """
         self._check()
-        self._check_call(sequence_descriptor, bias, mask)
+        self._check_call(sequence_descriptor, bias, mask, cache_index)
         query, key, value = self._unpack(query, key, value)
         self._check_heads(query, key, value)
         if self.transpose_batch_sequence:
             query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
         padded = "padding" in self.attn_mask_type
         dropping = self.attention_dropout > 0 and not deterministic
-        context = dot_product_attention(
+        if cache_index is None:
+            places = dict(sequence_descriptor=sequence_descriptor if padded else None)
+            attend = partial(dot_product_attention, options=self._options(), **places)
+        else:
+            attend = partial(decode_attention, options=self._options(), index=cache_index)
+        context = (jax.checkpoint(attend) if self.checkpoint_core_attention else attend)(
             query, key, value,
-            options=self._options(),
-            sequence_descriptor=sequence_descriptor if padded else None,
             mask=mask if padded else None,
             bias=bias,
             softmax_offset=self._softmax_offset(),
@@ -140,18 +149,23 @@ class DotProductAttention(nn.Module):
                 f"'padding_causal', got attn_mask_type={self.attn_mask_type!r}"
             )
 
-    def _check_call(self, sequence_descriptor, bias, mask) -> None:
+    def _check_call(self, sequence_descriptor, bias, mask, cache_index) -> None:
         if sequence_descriptor is not None and not isinstance(sequence_descriptor, SequenceDescriptor):
             raise self._error(
                 "sequence_descriptor: expected a SequenceDescriptor, such as SequenceDescriptor.from_seqlens(lengths), "
                 f"got {type(sequence_descriptor).__name__}"
+            )
+        if sequence_descriptor is not None and cache_index is not None:
+            raise self._error(
+                "sequence_descriptor: expected None with a KV cache, which holds one sequence a row; give padding as "
+                "mask=, True for the cache's tokens that are masked out"
             )
         if sequence_descriptor is not None and mask is not None:
             raise self._error("got both mask and sequence_descriptor; give padding as one of them")
         given = next(
             (n for n, x in (("sequence_descriptor", sequence_descriptor), ("mask", mask)) if x is not None), None
         )
-        if "padding" in self.attn_mask_type and given is None:
+        if "padding" in self.attn_mask_type and given is None and cache_index is None:
             raise self._error(
                 f"attn_mask_type={self.attn_mask_type!r} needs mask=, True where masked out, or sequence_descriptor="
             )

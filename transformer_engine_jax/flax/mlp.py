@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.flax.base import Fp8Module, canonical_tuple, default_kernel_init, flat_kernel_init
-from transformer_engine_jax.ops.activation import activation, fused_name
+from transformer_engine_jax.ops.activation import activation, fused_activation
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import norm
@@ -25,7 +25,9 @@ class LayerNormMLP(Fp8Module):
 
     Params `scale`, `ln_bias`, `wi_kernel` [h, n_act, intermediate_dim], `wi_bias`, `wo_kernel` [intermediate_dim, h],
     `wo_bias`. activations: names or functions, one for each input of the product: ("gelu",), ("silu", "linear"), ...
-    With intermediate dropout, LoRA or return_layernorm_output the stages run one by one, else fused.
+    activation_params: limit, alpha and glu_linear_offset of ("clamped_silu", "clamped_linear"), by default GPT-OSS's.
+    quantization_checkpoint_name: the name of what is quantized for checkpoint policies. With intermediate dropout,
+    LoRA or return_layernorm_output the stages run one by one, else fused.
     """
 
     intermediate_dim: int = 2048
@@ -59,20 +61,24 @@ class LayerNormMLP(Fp8Module):
     dot_2_input_axes: tuple[str | None, ...] = ()
     ffn1_ckpt_name: str = "ffn1"
     ffn2_ckpt_name: str = "ffn2"
+    quantization_checkpoint_name: str | None = None
     dtype: Any = jnp.float32
     transpose_batch_sequence: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool = False) -> tuple[jax.Array, jax.Array | None]:
-        """x[.., h] -> ([.., h] in x's dtype, [.., h] or None); `deterministic` switches dropout off."""
-        if self.activation_params is not None:
-            raise ValueError("LayerNormMLP.activation_params: expected None, only clamped activations take any")
+    def __call__(
+        self, x: jax.Array, deterministic: bool = False, residual: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """x[.., h] -> ([.., h] in x's dtype, [.., h] or None).
+
+        deterministic: switches dropout off. residual: add x to the result, inside the second product.
+        """
         if self.axis not in (-1, x.ndim - 1, (-1,)):
             raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
         if self.intermediate_dim < 1:
             raise ValueError(f"LayerNormMLP.intermediate_dim: expected a positive size, got {self.intermediate_dim}")
         activations = canonical_tuple(self.activations)
-        fused_name(activations)  # raises where one is unknown, or none given
+        fused_activation(activations, self.activation_params)  # raises where one is unknown, or none given
         x = constrain(jnp.asarray(x), self.layernorm_input_axes)
         hidden, count = x.shape[-1], len(activations)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
@@ -89,8 +95,8 @@ class LayerNormMLP(Fp8Module):
                 self.dtype,
             )
         kernels, biases = self._make_kernels(hidden, count)
-        first, unused_1 = self.gemm_quantizers("gemm_1")
-        second, unused_2 = self.gemm_quantizers("gemm_2")
+        first, unused_1 = self.gemm_quantizers("gemm_1", self.quantization_checkpoint_name)
+        second, unused_2 = self.gemm_quantizers("gemm_2", self.quantization_checkpoint_name)
         dropout = self.intermediate_dropout_rate > 0 and not deterministic
         constrained = self.dot_1_input_axes or self.dot_2_input_axes
         normed = None
@@ -102,13 +108,15 @@ class LayerNormMLP(Fp8Module):
                 kernels,
                 biases,
                 activations=activations,
+                activation_params=self.activation_params,
                 norm_options=options,
                 quantizers=None if first is None else (first, second),
                 names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
+                residual=residual,
             )
         else:
             normed = x if options is None else norm(options, x, gamma, beta)
-            y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout)
+            y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, x if residual else None)
         return keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
 
     def _make_kernels(self, hidden: int, count: int):
@@ -123,10 +131,11 @@ class LayerNormMLP(Fp8Module):
         wo_bias = self.make_param("wo_bias", self.bias_init, self.bias_axes_2, shape_2[1:], self.dtype)
         return (wi, wo), (wi_bias, wo_bias)
 
-    def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool) -> jax.Array:
-        def product(i: int, x, axes, name: str):
+    def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool, residual) -> jax.Array:
+        def product(i: int, x, axes, name: str, residual=None):
             x = constrain(x, axes)
-            y = checkpoint_name(dense(x, kernels[i], biases[i], quantizers=quantizers[i]), name)
+            y = dense(x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual)
+            y = checkpoint_name(y, name)
             if self.enable_low_rank_adaptation:
                 prefix = ("wi_", "wo_")[i]
                 y = y + self.low_rank(
@@ -141,11 +150,11 @@ class LayerNormMLP(Fp8Module):
             return y
 
         z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
-        a = activation(z, canonical_tuple(self.activations))
+        a = activation(z, canonical_tuple(self.activations), self.activation_params)
         if dropout:
             a = nn.Dropout(
                 self.intermediate_dropout_rate,
                 broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
                 rng_collection=self.intermediate_dropout_rng_name,
             )(a, deterministic=False)
-        return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name)
+        return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name, residual)

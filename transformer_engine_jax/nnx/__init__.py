@@ -25,12 +25,17 @@ and nnx.scan) have stacked states. A single module that a loop's body uses again
 with in_axes=None its amaxes of one step add up, and its scales are as much smaller than they could be.
 """
 
+from transformer_engine_jax.flax.softmax import SoftmaxFusionType
 from transformer_engine_jax.flax.transformer import TransformerLayerType
-from transformer_engine_jax.nnx.attention import DotProductAttention, MultiHeadAttention, RelativePositionBiases
+from transformer_engine_jax.nnx.attention import MultiHeadAttention
 from transformer_engine_jax.nnx.convert import from_linen, to_linen
 from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral
+from transformer_engine_jax.nnx.dot_general import DotGeneral, Einsum
+from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
 from transformer_engine_jax.nnx.layernorm import LayerNorm, RMSNorm
 from transformer_engine_jax.nnx.mlp import LayerNormMLP
+from transformer_engine_jax.nnx.relative_positions import RelativePositionBiases
+from transformer_engine_jax.nnx.softmax import Softmax
 from transformer_engine_jax.nnx.state import TRAINED, Fp8State, init_fp8_state, update_state
 from transformer_engine_jax.nnx.transformer import TransformerLayer
 from transformer_engine_jax.sharding import extend_logical_axis_rules
@@ -38,7 +43,9 @@ from transformer_engine_jax.sharding import extend_logical_axis_rules
 __all__ = [
     "TRAINED",
     "DenseGeneral",
+    "DotGeneral",
     "DotProductAttention",
+    "Einsum",
     "Fp8State",
     "LayerNorm",
     "LayerNormDenseGeneral",
@@ -46,6 +53,8 @@ __all__ = [
     "MultiHeadAttention",
     "RMSNorm",
     "RelativePositionBiases",
+    "Softmax",
+    "SoftmaxFusionType",
     "TransformerLayer",
     "TransformerLayerType",
     "extend_logical_axis_rules",

@@ -1,8 +1,7 @@
-"""DotProductAttention, MultiHeadAttention with RoPE, and T5's RelativePositionBiases."""
+"""MultiHeadAttention: projections, RoPE, norms of queries and keys, the KV cache, attention."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar
 from typing import Any
@@ -13,86 +12,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax import flax as linen
-from transformer_engine_jax.flax.attention import SCOPES, adapts
+from transformer_engine_jax.flax.attention import QK_NORMS, SCOPES, adapts, l2norm, positions, rotated, rotations
 from transformer_engine_jax.flax.dot_product_attention import one_of
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
-from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
+from transformer_engine_jax.nnx.base import Fp8Module, module
 from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral
-from transformer_engine_jax.ops.rope import rope, rope_frequencies
-
-
-@module
-class DotProductAttention(Fp8Module):
-    """Attention of queries over keys and values, by head; heads / groups > 1 is GQA.
-
-    Fields, arguments and the param `softmax_offset` of softmax_type="learnable" are those of the Linen module; rngs is
-    needed for attention_dropout only.
-    """
-
-    head_dim: int
-    num_attention_heads: int
-    _: KW_ONLY
-    num_gqa_groups: int | None = None
-    attention_dropout: float = 0.0
-    attn_mask_type: str = "causal"
-    attn_bias_type: str | None = None
-    dropout_rng_name: str = "dropout"
-    float32_logits: bool = False
-    qkv_layout: str = "bshd_bshd_bshd"
-    scale_factor: float | None = None
-    transpose_batch_sequence: bool = False
-    window_size: tuple[int, int] | None = None
-    max_segments_per_seq: int = 1
-    context_parallel_causal_load_balanced: bool = False
-    context_parallel_axis: str = ""
-    context_parallel_strategy: str = "DEFAULT"
-    context_checkpoint_name: str = "context"
-    softmax_type: str = "vanilla"
-    score_mod: Callable | None = None
-    rngs: InitVar[nnx.Rngs | None] = None
-
-    def __post_init__(self, rngs):
-        self.freeze_fields()
-        self.dropout = make_dropout(self.attention_dropout, (), self.dropout_rng_name, rngs)
-        self.softmax_offset = nnx.data(None)
-        if self.softmax_type == "learnable":  # starts at zero, so any stream does
-            shape, zeros = (self.num_attention_heads,), nn.initializers.zeros
-            self.make_param("softmax_offset", zeros, ("heads",), shape, jnp.float32, rngs or nnx.Rngs(0))
-
-    def __call__(
-        self,
-        query,
-        key=None,
-        value=None,
-        sequence_descriptor=None,
-        bias=None,
-        *,
-        deterministic: bool | None = None,
-        mask=None,
-    ):
-        """query [B, S, H, D] (or packed as qkv_layout says), key [B, S, G, D], value [B, S, G, Dv] -> [B, S, H, Dv].
-
-        sequence_descriptor: the sequences of rows that are padded or packed. mask: bool, broadcastable to
-        [B, H, Sq, Sk], True is masked out. bias: likewise. deterministic: switches dropout off; None is what
-        model.train() and model.eval() said.
-        """
-        # Without state, the Linen module is a pure function, and says what the options mean.
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        attend = linen.DotProductAttention(**fields, parent=None)
-        keys = {self.dropout_rng_name: self.dropout.rngs()} if dropping(self.dropout, deterministic) else {}
-        params = {} if self.softmax_offset is None else {"softmax_offset": array(self.softmax_offset)}
-        return attend.apply(
-            {"params": params},
-            query,
-            key,
-            value,
-            sequence_descriptor,
-            bias,
-            deterministic=not keys,
-            mask=mask,
-            rngs=keys,
-        )
+from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
+from transformer_engine_jax.nnx.layernorm import LayerNorm
+from transformer_engine_jax.ops.attention import SequenceDescriptor
+from transformer_engine_jax.ops.attention.decode import KVCache
+from transformer_engine_jax.sharding import activation_axes, constrain
 
 
 @module
@@ -100,9 +29,9 @@ class MultiHeadAttention(Fp8Module):
     """Norm, projections, attention and the output projection; returns (out, the norm's output or None).
 
     in_features: of the queries and of the output. in_kv_features: None makes it self-attention; given, keys and values
-    come from other inputs of that size. Submodules `qkv` | `query`, `kv` | `query`, `key`, `value`, `out` and
-    `core_attention`. scale_attn_logits=False leaves 1 / sqrt(head_dim) to the query kernel's initial value
-    (scaled_query_init). rotary_pos_emb_windows: (min, max) wavelengths over 2 pi.
+    come from other inputs of that size. Submodules `qkv` | `query`, `kv` | `query`, `key`, `value`, `out`,
+    `core_attention`, and `query_norm` and `key_norm` with a qk_norm_type that has parameters. Fields are those of the
+    Linen module.
     """
 
     in_features: int
@@ -139,12 +68,17 @@ class MultiHeadAttention(Fp8Module):
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
     score_mod: Callable | None = None
+    qk_norm_type: str | None = None
+    qk_norm_epsilon: float = 1e-6
+    qk_norm_before_rope: bool = False
+    checkpoint_core_attention: bool = False
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, kernel_init, bias_init, rngs):
         self.freeze_fields()
         one_of(self, "low_rank_adaptation_scope", SCOPES)
-        one_of(self, "enable_sequence_parallel", (False,), " (not available yet)")
+        one_of(self, "qk_norm_type", QK_NORMS)
+        self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         self._make_projections(kernel_init or default_kernel_init, bias_init, rngs)
         self.core_attention = DotProductAttention(
             head_dim=self.head_dim,
@@ -156,20 +90,43 @@ class MultiHeadAttention(Fp8Module):
             dropout_rng_name=self.dropout_rng_name,
             float32_logits=self.float32_logits,
             scale_factor=None if self.scale_attn_logits else 1.0,
-            transpose_batch_sequence=self.transpose_batch_sequence,
             window_size=self.window_size,
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
+            checkpoint_core_attention=self.checkpoint_core_attention,
             rngs=rngs,
         )
+        for name in ("query_norm", "key_norm"):
+            setattr(self, name, self._make_qk_norm(rngs))
         self.out = DenseGeneral(
             self.num_attention_heads * self.head_dim,
             self.in_features,
             kernel_init=kernel_init,
             kernel_axes=("heads", "embed"),
             bias_axes=("embed",),
+            input_axes=self._axes("heads"),
             **self._product_fields("output_proj", bias_init, rngs),
         )
+
+    def _make_qk_norm(self, rngs) -> LayerNorm | None:
+        if self.qk_norm_type in (None, "l2norm"):
+            return nnx.data(None)
+        return LayerNorm(
+            self.head_dim,
+            epsilon=self.qk_norm_epsilon,
+            layernorm_type=self.qk_norm_type,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(None,),
+            bias_axes=(None,),
+            dtype=self.dtype,
+            rngs=rngs,
+        )
+
+    def _axes(self, features: str = "embed_activations", between: bool = False) -> tuple[str, ...]:
+        """Logical axes of activations at a product or, sharded along the sequence, between products."""
+        if not self.enable_sequence_parallel:
+            return ()
+        return activation_axes(features, transposed=self.transpose_batch_sequence, sequence_parallel=between)
 
     def _product_fields(self, projection: str, bias_init, rngs) -> dict[str, Any]:
         return dict(
@@ -203,13 +160,15 @@ class MultiHeadAttention(Fp8Module):
                 epsilon=self.layernorm_epsilon,
                 zero_centered_gamma=self.zero_centered_gamma,
                 return_layernorm_output=wants_norm,
+                layernorm_input_axes=self._axes(between=True),
+                dot_input_axes=self._axes(),
                 **common,
             )
 
         def plain(features, kernel_init, axes: tuple[str, ...]):
             size = self.in_features if is_self else self.in_kv_features
             fields = dict(kernel_init=kernel_init, kernel_axes=("embed", *axes), bias_axes=axes, **common)
-            return DenseGeneral(size, features, **fields)
+            return DenseGeneral(size, features, input_axes=self._axes(), **fields)
 
         if self.fuse_qkv_params and is_self and width_q == width_kv:
             scales = (query_scale, 1.0, 1.0)
@@ -221,11 +180,43 @@ class MultiHeadAttention(Fp8Module):
         else:
             self.key, self.value = plain(width_kv, init, ("heads",)), plain(width_kv, init, ("heads",))
 
-    def __call__(self, inputs_q, inputs_kv=None, mask=None, bias=None, *, deterministic: bool | None = None):
+    def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
+        """Makes an empty KV cache, nnx.Cache variables, for calls with decode=True.
+
+        Args:
+          input_shape: of the inputs, [B, S, in_features] or transposed, S being the greatest length.
+          dtype: of keys and values, the inputs'.
+
+        Raises:
+          ValueError: another rank.
+        """
+        if len(input_shape) != 3:
+            raise ValueError(f"MultiHeadAttention: input_shape: expected [B, S, in_features], got {list(input_shape)}")
+        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+        if self.in_kv_features is None:
+            tokens = input_shape[1::-1] if self.transpose_batch_sequence else input_shape[:2]
+            shape = (*tokens, self.num_gqa_groups or self.num_attention_heads, self.head_dim)
+            self.cached_key, self.cached_value = (nnx.Cache(jnp.zeros(shape, dtype)) for _ in range(2))
+
+    def __call__(
+        self,
+        inputs_q,
+        inputs_kv=None,
+        mask=None,
+        bias=None,
+        *,
+        decode: bool = False,
+        deterministic: bool | None = None,
+        sequence_descriptor: SequenceDescriptor | None = None,
+        rotary_pos_emb=None,
+        attn_mask_type: str | None = None,
+    ):
         """inputs_q [B, Sq, in_features], inputs_kv [B, Sk, in_kv_features] -> ([B, Sq, in_features], its norm or None).
 
         inputs_kv: for self-attention, None or the very object that inputs_q is. deterministic: switches dropout off;
-        None is what model.train() and model.eval() said.
+        None is what model.train() and model.eval() said. decode: attends to the KV cache that `init_cache` makes, and
+        puts the tokens into it. attn_mask_type: in place of the field. The other arguments are those of the Linen
+        module.
         """
         is_self = self.in_kv_features is None
         if (is_self and inputs_kv is not None and inputs_kv is not inputs_q) or (not is_self and inputs_kv is None):
@@ -236,23 +227,48 @@ class MultiHeadAttention(Fp8Module):
             )
         inputs_q = jnp.asarray(inputs_q)
         query, key, value, normed = self._project(inputs_q, inputs_q if is_self else jnp.asarray(inputs_kv))
+        query, key, value = (self._by_head(x) for x in (query, key, value))
+        turn_q, turn_k = rotations(self, rotary_pos_emb)
+        start = self._advance(query.shape[1]) if decode and (is_self or turn_q is not None) else None
+        mask_type = attn_mask_type or self.attn_mask_type
+        at_q, at_k = positions(query, key, start, sequence_descriptor if "padding" in mask_type else None)
+        query = self._normed_and_turned(self.query_norm, query, turn_q, at_q)
+        key = self._normed_and_turned(self.key_norm, key, turn_k, at_k if is_self or start is None else None)
+        if decode and is_self:
+            cache = KVCache(self.cached_key.get_value(), self.cached_value.get_value(), start).append(key, value)
+            key, value = cache.key, cache.value
+            self.cached_key.set_value(key)
+            self.cached_value.set_value(value)
+        context = self.core_attention(
+            query, key, value, sequence_descriptor, bias, mask=mask, deterministic=deterministic,
+            cache_index=start if is_self else None, attn_mask_type=mask_type,
+        )  # fmt: skip
+        context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
+        out = self.out(jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context)
+        return constrain(checkpoint_name(out, "out_proj"), self._axes(between=True)), normed
 
-        def heads(x, count):
-            return x.reshape(*x.shape[:-1], count, self.head_dim)
+    def _advance(self, tokens: int) -> jax.Array:
+        """The place in the cache of the first of these tokens, which are counted."""
+        if self.cache_index is None:
+            raise ValueError(
+                "MultiHeadAttention: decode=True needs a KV cache; call init_cache(input_shape), of the greatest "
+                "length, before the first token"
+            )
+        start = self.cache_index.get_value()
+        self.cache_index.set_value(start + tokens)
+        return start
 
-        groups = self.num_gqa_groups or self.num_attention_heads
-        query, key, value = heads(query, self.num_attention_heads), heads(key, groups), heads(value, groups)
-        if self.enable_rotary_pos_emb:
-            query, key = self._rotate(query), self._rotate(key)
-        context = self.core_attention(query, key, value, bias=bias, mask=mask, deterministic=deterministic)
-        out = self.out(context.reshape(*context.shape[:-2], self.num_attention_heads * self.head_dim))
-        return checkpoint_name(out, "out_proj"), normed
-
-    def _rotate(self, x):
-        x = jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
-        frequencies = rope_frequencies(self.head_dim, self.rotary_pos_emb_windows)
-        x = rope(x, frequencies, group=self.rotary_pos_emb_group_method)
+    def _by_head(self, x) -> jax.Array:
+        """x [B, S, heads * head_dim], or transposed, as [B, S, heads, head_dim]."""
+        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
         return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
+
+    def _normed_and_turned(self, norm: LayerNorm | None, x, turn, at) -> jax.Array:
+        if not self.qk_norm_before_rope:
+            x = rotated(self, turn, x, at)
+        if self.qk_norm_type is not None:
+            x = l2norm(x, self.qk_norm_epsilon) if norm is None else norm(x)
+        return rotated(self, turn, x, at) if self.qk_norm_before_rope else x
 
     def _project(self, inputs_q, inputs_kv):
         """(query, key, value, normed inputs_q or None), the first three [.., heads * head_dim]."""
@@ -270,31 +286,3 @@ class MultiHeadAttention(Fp8Module):
             value = checkpoint_name(self.value(source), "value_proj")
         query = checkpoint_name(query, "query_proj")
         return query, key, value, normed if self.return_layernorm_output else None
-
-
-@module
-class RelativePositionBiases(Fp8Module):
-    """T5's relative position biases (Raffel et al., 2019); param `rel_embedding` [heads, num_buckets]."""
-
-    num_buckets: int
-    max_distance: int
-    num_attention_heads: int
-    _: KW_ONLY
-    embedding_init: InitVar[Callable] = nn.initializers.uniform(scale=1.0)
-    embedding_axes: tuple[str | None, ...] = ("heads", "relpos_buckets")
-    dtype: Any = jnp.float32
-    rngs: InitVar[nnx.Rngs]
-
-    def __post_init__(self, embedding_init, rngs):
-        self.freeze_fields()
-        shape = (self.num_attention_heads, self.num_buckets)
-        self.make_param("rel_embedding", embedding_init, self.embedding_axes, shape, self.dtype, rngs)
-
-    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> jax.Array:
-        """Lengths -> biases [1, heads, q_seqlen, k_seqlen]."""
-        # The buckets are the Linen module's, a pure function of its table.
-        biases = linen.RelativePositionBiases(
-            self.num_buckets, self.max_distance, self.num_attention_heads, parent=None
-        )
-        table = {"params": {"rel_embedding": array(self.rel_embedding)}}
-        return biases.apply(table, q_seqlen, k_seqlen, bidirectional)

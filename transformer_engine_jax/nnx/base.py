@@ -15,7 +15,7 @@ from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.low_rank import low_rank
-from transformer_engine_jax.quantized import GemmQuantizers, QuantizerState, attach, quantizer_spec
+from transformer_engine_jax.quantized import GemmQuantizers, GemmState, attach_gemm
 from transformer_engine_jax.sharding import constrain
 
 
@@ -78,25 +78,25 @@ class Fp8Module(nnx.Module):
 
     def make_fp8_state(self, gemm: str) -> None:
         """The states of one GEMM: always there, so that autocast may be switched on later."""
-        for operand in GemmQuantizers._fields:
-            setattr(self, f"{gemm}_{operand}", Fp8State(QuantizerState.create(recipe_of_state())))
+        for operand, state in GemmState.create(recipe_of_state())._asdict().items():
+            setattr(self, f"{gemm}_{operand}", Fp8State(state))
 
-    def gemm_quantizers(self, gemm: str) -> tuple[GemmQuantizers | None, Any]:
-        """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused."""
-        states = [getattr(self, f"{gemm}_{operand}").get_value() for operand in GemmQuantizers._fields]
+    def gemm_quantizers(self, gemm: str, checkpoint_name: str | None = None) -> tuple[GemmQuantizers | None, Any]:
+        """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused.
+
+        What is quantized bears the checkpoint_name, for checkpoint policies.
+        """
+        states = GemmState(*[getattr(self, f"{gemm}_{operand}").get_value() for operand in GemmState._fields])
         recipe = current().recipe
-        if recipe is None:
-            return None, states
-        specs = [quantizer_spec(), quantizer_spec(), quantizer_spec(backward=True)]
-        if not recipe.stateful:
-            return GemmQuantizers(*[attach(None, spec) for spec in specs]), states
-        if states[0].amax_history.shape != (recipe.amax_history_len,):
+        if recipe is None or not recipe.stateful:
+            return attach_gemm(checkpoint_name=checkpoint_name), states
+        if states.x.amax_history.shape != (recipe.amax_history_len,):
             raise ValueError(
                 f"{type(self).__name__}: {gemm}: expected FP8 states with amax_history f32[{recipe.amax_history_len}], "
-                f"the recipe's amax_history_len, got {list(states[0].amax_history.shape)}; make the model under the "
+                f"the recipe's amax_history_len, got {list(states.x.amax_history.shape)}; make the model under the "
                 "autocast it is used with, or call te_nnx.init_fp8_state(model, recipe)"
             )
-        return GemmQuantizers(*map(attach, states, specs)), []
+        return attach_gemm(states, checkpoint_name), []
 
 
 def array(parameter: nnx.Param | None) -> jax.Array | None:

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.flax.base import canonical_tuple
-from transformer_engine_jax.flax.dense import contracted_last
+from transformer_engine_jax.flax.dense import ParametersSplit, contracted_last, joined, split_sizes
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
 from transformer_engine_jax.ops.dense import dense
@@ -51,6 +50,7 @@ class _Dense(Fp8Module):
     param_dtype: Any = None
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
+    parameters_split: ParametersSplit | None = None
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, kernel_init, bias_init, rngs):
@@ -61,13 +61,25 @@ class _Dense(Fp8Module):
             raise ValueError(f"{name}.in_features: expected one for each axis of {self.axis}, got {self.in_features}")
         init = kernel_init or flat_kernel_init(default_kernel_init, len(inputs))
         dtype = self.param_dtype or self.dtype
-        self.make_param("kernel", init, self.kernel_axes, inputs + features, dtype, rngs)
-        self.bias = nnx.data(None)
-        if self.use_bias:
-            self.make_param("bias", bias_init, self.bias_axes, features, dtype, rngs)
+        for prefix, size in self._parts().items():
+            part = (size, *features[1:])
+            self.make_param(f"{prefix}kernel", init, self.kernel_axes, inputs + part, dtype, rngs)
+            setattr(self, f"{prefix}bias", nnx.data(None))
+            if self.use_bias:
+                self.make_param(f"{prefix}bias", bias_init, self.bias_axes, part, dtype, rngs)
         if self.enable_low_rank_adaptation:
             self.make_low_rank(inputs, features, dtype, rngs)
         self.make_fp8_state("gemm")
+
+    def _parts(self) -> dict[str, int]:
+        return split_sizes(type(self).__name__, self.parameters_split, canonical_tuple(self.features)[0])
+
+    def _kernel_and_bias(self) -> tuple[jax.Array, jax.Array | None]:
+        kernels, biases = (
+            [getattr(self, f"{prefix}{name}") for prefix in self._parts()] for name in ("kernel", "bias")
+        )
+        k_axes = len(canonical_tuple(self.in_features))
+        return joined([array(k) for k in kernels], k_axes), joined([array(b) for b in biases if b is not None], 0)
 
     def _computed_in(self, x: jax.Array) -> jax.Array:
         # `dtype` names the parameters' dtype, and x brings its own, unless param_dtype frees `dtype` for x.
@@ -81,6 +93,9 @@ class DenseGeneral(_Dense):
     in_features, features: sizes of the contracted and of the output axes. axis: the contracted axes of x. kernel_init:
     None means variance_scaling(1.0, "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is
     given, of the computation. return_bias: return (y, bias) with the bias not added. low_rank_adaptation_*: LoRA.
+    parameters_split: names, or names and sizes, of slices of the first output axis that are parameters of their own,
+    `<name>_kernel` and `<name>_bias`; they are one product. quantization_checkpoint_name: the name of what is quantized
+    for checkpoint policies.
     """
 
     _: KW_ONLY
@@ -91,12 +106,10 @@ class DenseGeneral(_Dense):
         """x[.., in_features..] -> [.., features..] in x's dtype, or (that, bias) with return_bias."""
         x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
         x, k_axes = contracted_last(x, self.axis)
-        bias = array(self.bias)
-        quantizers, unused = self.gemm_quantizers("gemm")
+        kernel, bias = self._kernel_and_bias()
+        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
-        y = dense(x, array(self.kernel), added, k_axes=k_axes, quantizers=quantizers)
-        if self.quantization_checkpoint_name:
-            y = checkpoint_name(y, self.quantization_checkpoint_name)
+        y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
         y = keep(y, unused)
@@ -146,8 +159,8 @@ class LayerNormDenseGeneral(_Dense):
             x = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
         x, k_axes = contracted_last(x, self.axis)
         normed = x if self.return_layernorm_output else None
-        kernel, bias = array(self.kernel), array(self.bias)
-        quantizers, unused = self.gemm_quantizers("gemm")
+        kernel, bias = self._kernel_and_bias()
+        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
         if fused:
             y = layernorm_dense(x, gamma, beta, kernel, bias, norm_options=options, quantizers=quantizers)
         else:

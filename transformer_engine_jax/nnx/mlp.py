@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from transformer_engine_jax.flax.base import canonical_tuple
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
-from transformer_engine_jax.ops.activation import activation, fused_name
+from transformer_engine_jax.ops.activation import activation, fused_activation
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import norm
@@ -30,8 +30,9 @@ class LayerNormMLP(Fp8Module):
 
     Params `scale`, `ln_bias`, `wi_kernel` [in_features, n_act, intermediate_dim], `wi_bias`, `wo_kernel`
     [intermediate_dim, in_features], `wo_bias`. activations: names or functions, one for each input of the product:
-    ("gelu",), ("silu", "linear"), ... With intermediate dropout, LoRA or return_layernorm_output the stages run one by
-    one, else fused.
+    ("gelu",), ("silu", "linear"), ... activation_params: limit, alpha and glu_linear_offset of ("clamped_silu",
+    "clamped_linear"), by default GPT-OSS's. quantization_checkpoint_name: the name of what is quantized for checkpoint
+    policies. With intermediate dropout, LoRA or return_layernorm_output the stages run one by one, else fused.
     """
 
     in_features: int
@@ -67,6 +68,7 @@ class LayerNormMLP(Fp8Module):
     dot_2_input_axes: tuple[str | None, ...] = ()
     ffn1_ckpt_name: str = "ffn1"
     ffn2_ckpt_name: str = "ffn2"
+    quantization_checkpoint_name: str | None = None
     dtype: Any = jnp.float32
     transpose_batch_sequence: bool = False
     rngs: InitVar[nnx.Rngs]
@@ -75,7 +77,7 @@ class LayerNormMLP(Fp8Module):
         self.freeze_fields()
         self._check()
         self.activations = canonical_tuple(self.activations)
-        fused_name(self.activations)  # raises where one is unknown, or none given
+        fused_activation(self.activations, self.activation_params)  # raises where one is unknown, or none given
         self.scale = self.ln_bias = nnx.data(None)
         if self.enable_layernorm:
             self.make_norm_params(self.in_features, scale_init, ln_bias_init, self.ln_bias_axes, self.dtype, rngs)
@@ -84,8 +86,6 @@ class LayerNormMLP(Fp8Module):
         self.dropout = make_dropout(self.intermediate_dropout_rate, dims, name, rngs)
 
     def _check(self) -> None:
-        if self.activation_params is not None:
-            raise ValueError("LayerNormMLP.activation_params: expected None, only clamped activations take any")
         if canonical_tuple(self.axis) != (-1,):
             raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
         for field in ("in_features", "intermediate_dim"):
@@ -118,14 +118,15 @@ class LayerNormMLP(Fp8Module):
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
         gamma, beta = array(self.scale), array(self.ln_bias)
         kernels, biases = ([array(getattr(self, f"{w}_{what}")) for w in ("wi", "wo")] for what in ("kernel", "bias"))
-        first, unused_1 = self.gemm_quantizers("gemm_1")
-        second, unused_2 = self.gemm_quantizers("gemm_2")
+        first, unused_1 = self.gemm_quantizers("gemm_1", self.quantization_checkpoint_name)
+        second, unused_2 = self.gemm_quantizers("gemm_2", self.quantization_checkpoint_name)
         dropout = dropping(self.dropout, deterministic)
         constrained = self.dot_1_input_axes or self.dot_2_input_axes
         normed = None
         if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
             y = layernorm_mlp(
-                x, gamma, beta, tuple(kernels), tuple(biases), activations=self.activations, norm_options=options,
+                x, gamma, beta, tuple(kernels), tuple(biases), activations=self.activations,
+                activation_params=self.activation_params, norm_options=options,
                 quantizers=None if first is None else (first, second), names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
             )  # fmt: skip
         else:
@@ -140,7 +141,7 @@ class LayerNormMLP(Fp8Module):
             return y + self.low_rank(x, 1, ("wi_", "wo_")[i]) if self.enable_low_rank_adaptation else y
 
         z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
-        a = activation(z, self.activations)
+        a = activation(z, self.activations, self.activation_params)
         if dropout:
             a = self.dropout(a, deterministic=False)
         return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name)

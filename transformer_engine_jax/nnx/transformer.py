@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -12,22 +13,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_engine_jax.flax.attention import adapts
-from transformer_engine_jax.flax.dot_product_attention import one_of
-from transformer_engine_jax.flax.transformer import TransformerLayerType
-from transformer_engine_jax.nnx.attention import MultiHeadAttention, RelativePositionBiases
+from transformer_engine_jax.flax.transformer import (
+    TransformerLayerType,
+    attended_length,
+    check_fields,
+    check_inputs,
+    summed_bias,
+)
+from transformer_engine_jax.nnx.attention import MultiHeadAttention
 from transformer_engine_jax.nnx.base import Fp8Module, make_dropout, module
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.nnx.mlp import LayerNormMLP
-from transformer_engine_jax.sharding import constrain
+from transformer_engine_jax.nnx.relative_positions import RelativePositionBiases
+from transformer_engine_jax.ops.attention import SequenceDescriptor
+from transformer_engine_jax.sharding import activation_axes, constrain
 
 
 @module
 class TransformerLayer(Fp8Module):
-    """One layer of a Transformer; submodules `attention`, `mlp`, `relpos_bias`, `output_layernorm`.
+    """One layer of a Transformer; fields, submodules and arguments are those of the Linen module.
 
-    Pre-norm by default. output_layernorm=True moves the first norm to the end; with
-    apply_residual_connection_post_layernorm=True too, residuals start at the norms' outputs: the post-norm layer.
-    enable_relative_embedding: T5's biases, of 32 buckets up to distance 128, unless relative_embedding is given.
+    encoded_size: of the encoder's output, for layer_type DECODER; None means hidden_size.
     """
 
     _: KW_ONLY
@@ -74,17 +80,32 @@ class TransformerLayer(Fp8Module):
     window_size: tuple[int, int] | None = None
     softmax_type: str = "vanilla"
     score_mod: Callable | None = None
+    kv_channels: int | None = None
+    parallel_attention_mlp: bool = False
+    qk_norm_type: str | None = None
+    qk_norm_epsilon: float = 1e-6
+    qk_norm_before_rope: bool = False
+    checkpoint_core_attention: bool = False
+    encoded_size: int | None = None
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, mha_kernel_init, mlp_kernel_init, bias_init, output_layernorm, rngs):
         self.freeze_fields()
-        one_of(self, "layer_type", (TransformerLayerType.ENCODER,), " (the decoder is not available yet)")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"TransformerLayer.hidden_size: expected a multiple of num_attention_heads={self.num_attention_heads}, "
-                f"got {self.hidden_size}"
-            )
-        self.attention = self._make_attention(mha_kernel_init, bias_init, not output_layernorm, rngs)
+        check_fields(self)
+        own = dict(
+            input_layernorm=not output_layernorm,
+            attn_mask_type=self.self_attn_mask_type,
+            attn_bias_type=self.self_attn_bias_type,
+            window_size=self.window_size,
+            softmax_type=self.softmax_type,
+            score_mod=self.score_mod,
+        )
+        if self.layer_type is TransformerLayerType.DECODER:
+            cross = dict(in_kv_features=self.encoded_size or self.hidden_size, attn_mask_type="padding")
+            self.self_attention = self._make_attention(mha_kernel_init, bias_init, rngs, **own)
+            self.encoder_decoder_attention = self._make_attention(mha_kernel_init, bias_init, rngs, **cross)
+        else:
+            self.attention = self._make_attention(mha_kernel_init, bias_init, rngs, **own)
         self.mlp = self._make_mlp(mlp_kernel_init, bias_init, rngs)
         self.relpos_bias = nnx.data(None)
         if self.enable_relative_embedding and self.relative_embedding is None:
@@ -103,15 +124,14 @@ class TransformerLayer(Fp8Module):
         others = (0, 2) if self.transpose_batch_sequence else (1, 2)  # a sample is kept or dropped as a whole
         self.path_dropout = make_dropout(self.drop_path, others, self.dropout_rng_name, rngs)
 
-    def _make_attention(self, kernel_init, bias_init, input_layernorm: bool, rngs) -> MultiHeadAttention:
+    def _make_attention(self, kernel_init, bias_init, rngs, **fields) -> MultiHeadAttention:
         return MultiHeadAttention(
             self.hidden_size,
-            self.hidden_size // self.num_attention_heads,
+            self.kv_channels or self.hidden_size // self.num_attention_heads,
             self.num_attention_heads,
             num_gqa_groups=self.num_gqa_groups,
             attention_dropout=self.attention_dropout,
             dropout_rng_name=self.dropout_rng_name,
-            input_layernorm=input_layernorm,
             layernorm_type=self.layernorm_type,
             layernorm_epsilon=self.layernorm_epsilon,
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
@@ -119,8 +139,6 @@ class TransformerLayer(Fp8Module):
             kernel_init=kernel_init,
             use_bias=self.use_bias,
             bias_init=bias_init,
-            attn_mask_type=self.self_attn_mask_type,
-            attn_bias_type=self.self_attn_bias_type,
             enable_rotary_pos_emb=self.enable_rotary_pos_emb,
             rotary_pos_emb_windows=self.rotary_pos_emb_windows,
             rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
@@ -134,13 +152,21 @@ class TransformerLayer(Fp8Module):
             scale_attn_logits=self.scale_attn_logits,
             scaled_query_init=self.scaled_query_init,
             float32_logits=self.float32_attention_logits,
-            window_size=self.window_size,
-            softmax_type=self.softmax_type,
-            score_mod=self.score_mod,
+            qk_norm_type=self.qk_norm_type,
+            qk_norm_epsilon=self.qk_norm_epsilon,
+            qk_norm_before_rope=self.qk_norm_before_rope,
+            checkpoint_core_attention=self.checkpoint_core_attention,
             rngs=rngs,
+            **fields,
         )
 
     def _make_mlp(self, kernel_init, bias_init, rngs) -> LayerNormMLP:
+        axes = {}
+        if self.enable_sequence_parallel:
+            of = partial(activation_axes, transposed=self.transpose_batch_sequence)
+            axes = dict(
+                layernorm_input_axes=of(sequence_parallel=True), dot_1_input_axes=of(), dot_2_input_axes=of("mlp")
+            )
         return LayerNormMLP(
             self.hidden_size,
             intermediate_dim=self.mlp_hidden_size,
@@ -161,36 +187,77 @@ class TransformerLayer(Fp8Module):
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
             rngs=rngs,
+            **axes,
         )
 
-    def __call__(
-        self, inputs: jax.Array, attention_mask: jax.Array | None = None, *, deterministic: bool | None = None
-    ) -> jax.Array:
-        """inputs [B, S, hidden] -> [B, S, hidden]; attention_mask bool, broadcastable to [B, H, S, S], True masks.
+    def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
+        """Makes an empty KV cache for calls with decode=True; input_shape [B, S, hidden], S the greatest length."""
+        for attention in (self._own_attention(), getattr(self, "encoder_decoder_attention", None)):
+            if attention is not None:
+                attention.init_cache(input_shape, dtype)
 
-        deterministic: switches dropout off; None is what model.train() and model.eval() said.
+    def _own_attention(self) -> MultiHeadAttention:
+        return self.self_attention if self.layer_type is TransformerLayerType.DECODER else self.attention
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        encoded: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        encoder_decoder_mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        decode: bool = False,
+        max_decode_length: int | None = None,
+        *,
+        sequence_descriptor: SequenceDescriptor | None = None,
+        encoder_decoder_sequence_descriptor: SequenceDescriptor | None = None,
+        core_attention_bias: jax.Array | None = None,
+        rotary_pos_emb=None,
+    ) -> jax.Array:
+        """inputs [B, S, hidden] -> [B, S, hidden]; arguments as of the Linen module.
+
+        deterministic: switches dropout off; None is what model.train() and model.eval() said. decode: the
+        self-attention attends to the KV cache that `init_cache` makes, and puts the tokens into it.
         """
-        if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
-            raise ValueError(f"TransformerLayer: inputs: expected [B, S, {self.hidden_size}], got {list(inputs.shape)}")
-        tokens = ("seqlen", "batch") if self.transpose_batch_sequence else ("batch", "seqlen")
-        inputs = constrain(inputs, (*tokens, "embed_activations"))
+        of_encoded = dict(
+            encoder_decoder_mask=encoder_decoder_mask,
+            encoder_decoder_sequence_descriptor=encoder_decoder_sequence_descriptor,
+        )
+        check_inputs(self, inputs, encoded, of_encoded)
+        inputs = self._constrained(inputs)
         post = self.apply_residual_connection_post_layernorm
-        bias = self._position_bias(inputs)
-        attended, normed = self.attention(inputs, mask=attention_mask, bias=bias, deterministic=deterministic)
+        attend = self._own_attention()
+        length = attended_length(self, inputs, attend.cached_key if decode else None, max_decode_length)
+        attended, normed = attend(
+            inputs, None, attention_mask, summed_bias(self._position_bias(length), core_attention_bias),
+            decode=decode, deterministic=deterministic, sequence_descriptor=sequence_descriptor,
+            rotary_pos_emb=rotary_pos_emb,
+        )  # fmt: skip
         x = self._residual(attended, normed if post else inputs, deterministic)
-        fed, normed = self.mlp(x, deterministic=deterministic)
+        if self.layer_type is TransformerLayerType.DECODER:
+            masked = any(value is not None for value in of_encoded.values())
+            attended, normed = self.encoder_decoder_attention(
+                x, encoded, encoder_decoder_mask,
+                decode=decode, deterministic=deterministic, sequence_descriptor=encoder_decoder_sequence_descriptor,
+                attn_mask_type="padding" if masked else "no_mask",
+            )  # fmt: skip
+            x = self._residual(attended, normed if post else x, deterministic)
+        fed, normed = self.mlp(inputs if self.parallel_attention_mlp else x, deterministic=deterministic)
         x = self._residual(fed, normed if post else x, deterministic)
         return x if self.output_layernorm is None else self.output_layernorm(x)
 
-    def _position_bias(self, inputs) -> jax.Array | None:
+    def _position_bias(self, length: int) -> jax.Array | None:
         embedding = self.relpos_bias if self.relative_embedding is None else self.relative_embedding
         if embedding is None:
             return None
-        length = inputs.shape[0 if self.transpose_batch_sequence else 1]
         return embedding(length, length, self.layer_type is TransformerLayerType.ENCODER)
+
+    def _constrained(self, x) -> jax.Array:
+        axes = dict(transposed=self.transpose_batch_sequence, sequence_parallel=self.enable_sequence_parallel)
+        return constrain(x, activation_axes(**axes))
 
     def _residual(self, branch, residual, deterministic: bool | None) -> jax.Array:
         """residual + branch, with dropout of features and of whole samples (stochastic depth) on the branch."""
         for dropout in (self.dropout, self.path_dropout):
             branch = branch if dropout is None else dropout(branch, deterministic=deterministic)
-        return residual + branch
+        return self._constrained(residual + branch)

@@ -1,14 +1,16 @@
 """Activations and their gated forms: kernels with an optional FP8 result, and the differentiable op.
 
 z[.., A, N] holds A inputs side by side, as one GEMM against a kernel [H, A, N] makes them. A = 1: y = curve(z[0]);
-A = 2, the names that end in "_linear" (geglu, swiglu, ...): y = curve(z[0]) * z[1]. Kernels compute in f32.
+A = 2, the names that end in "_linear" (geglu, swiglu, ...): y = curve(z[0]) * z[1], where both factors may be clamped.
+Kernels compute in f32.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -78,6 +80,28 @@ CURVES = {
 }
 
 
+class Clamp(NamedTuple):
+    """Parameters of "clamped_silu" and "clamped_linear", by default GPT-OSS's; no other activation has any."""
+
+    limit: float = 7.0  # inputs above it count as it, and those of clamped_linear below -limit as that
+    alpha: float = 1.702  # of the logistic in clamped_silu: c logistic(alpha c)
+    glu_linear_offset: float = 1.0  # added to clamped_linear
+
+
+def _clamped_silu(x, clamp: Clamp) -> Point:
+    c = jnp.where(x > clamp.limit, clamp.limit, jnp.maximum(x, -88.7 / clamp.alpha))
+    curve = _gated_by_logistic(c, c, jnp.minimum(clamp.alpha * c, 87.0), clamp.alpha)
+    return Point(curve.value, jnp.where(x > clamp.limit, 0.0, curve.slope))
+
+
+def _clamped_linear(x, clamp: Clamp) -> Point:
+    c = jnp.where(x > clamp.limit, clamp.limit, jnp.where(x < -clamp.limit, -clamp.limit, x))
+    return Point(c + clamp.glu_linear_offset, jnp.where(c == x, 1.0, 0.0))
+
+
+CLAMPED_CURVES = {"clamped_silu": _clamped_silu, "clamped_linear": _clamped_linear}
+CLAMPED = "_".join(CLAMPED_CURVES)  # the pair, which has a kernel
+
 # --- Kernels -----------------------------------------------------------------------------------------------------
 
 
@@ -94,23 +118,30 @@ class ActivationBwd(NamedTuple):
     dbias: jax.Array | None  # f32[A, N] sum of dz over the leading axes, before the cast
 
 
-def _split(op: str, z, activation: str) -> tuple[Point, jax.Array | None]:
-    """The curve at z[0], and z[1] where the activation is gated."""
+def _split(op: str, z, activation: str, clamp: Clamp) -> tuple[Point, Point | None]:
+    """The curve at z[0], and what it is multiplied by where the activation is gated."""
     name = activation.removesuffix("_linear")
     inputs = 1 if name == activation else 2
-    if name not in CURVES:
-        raise ValueError(f"{op}: activation: expected one of {list(CURVES)}, or that and '_linear', got {activation!r}")
+    if name not in CURVES and activation != CLAMPED:
+        raise ValueError(
+            f"{op}: activation: expected one of {list(CURVES)}, or that and '_linear', or {CLAMPED!r}, "
+            f"got {activation!r}"
+        )
     if z.ndim < 2 or z.shape[-2] != inputs:
         raise ValueError(f"{op}: z: expected [.., {inputs}, N] for {activation!r}, got {list(z.shape)}")
     wide = z.astype(jnp.float32)
-    return CURVES[name](wide[..., 0, :]), wide[..., 1, :] if inputs == 2 else None
+    if activation == CLAMPED:
+        return _clamped_silu(wide[..., 0, :], clamp), _clamped_linear(wide[..., 1, :], clamp)
+    return CURVES[name](wide[..., 0, :]), Point(wide[..., 1, :], jnp.float32(1.0)) if inputs == 2 else None
 
 
 @kernel("... a n, - -> ... n, n ..., -", whole="a", reduce={"amax": "max"})
-def activation_fwd(z, scale, *, activation, dtype=None, y_t=False, amax=False) -> ActivationFwd:
+def activation_fwd(
+    z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, y_t=False, amax=False
+) -> ActivationFwd:
     """y from z[.., A, N]; with a scale f32[], y is FP8 (`dtype`), without it z's dtype or `dtype`."""
-    curve, gate = _split("activation_fwd", z, activation)
-    values = curve.value if gate is None else curve.value * gate
+    curve, gate = _split("activation_fwd", z, activation, Clamp(limit, alpha, glu_linear_offset))
+    values = curve.value if gate is None else curve.value * gate.value
     return ActivationFwd(
         *store("activation_fwd", values, scale, dtype=dtype or z.dtype, k_axes=1, transposed=y_t, amax=amax)
     )
@@ -126,14 +157,17 @@ def _scratch(dy, z, scale, *, dbias, **_) -> int:
     reduce={"amax": "max", "dbias": "sum"},
     workspace=_scratch,
 )
-def activation_bwd(dy, z, scale, *, activation, dtype=None, dz_t=False, amax=False, dbias=False) -> ActivationBwd:
+def activation_bwd(
+    dy, z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, dz_t=False, amax=False,
+    dbias=False,
+) -> ActivationBwd:  # fmt: skip
     """dz from dy[.., N] and z; with a scale f32[], dz is FP8 (`dtype`), without it z's dtype or `dtype`."""
-    curve, gate = _split("activation_bwd", z, activation)
+    curve, gate = _split("activation_bwd", z, activation, Clamp(limit, alpha, glu_linear_offset))
     dy = dy.astype(jnp.float32)
     if gate is None:
         values = (dy * curve.slope)[..., None, :]
     else:
-        values = jnp.stack([dy * gate * curve.slope, dy * curve.value], axis=-2)
+        values = jnp.stack([dy * gate.value * curve.slope, dy * curve.value * gate.slope], axis=-2)
     out = store("activation_bwd", values, scale, dtype=dtype or z.dtype, k_axes=2, transposed=dz_t, amax=amax)
     return ActivationBwd(*out, jnp.sum(values, axis=tuple(range(z.ndim - 2))) if dbias else None)
 
@@ -141,56 +175,97 @@ def activation_bwd(dy, z, scale, *, activation, dtype=None, dz_t=False, amax=Fal
 # --- The differentiable op ---------------------------------------------------------------------------------------
 
 
-def activation(z, activations: str | Callable | tuple[str | Callable, ...]) -> jax.Array:
+class Fused(NamedTuple):
+    """An activation that the kernels compute, as their attributes."""
+
+    activation: str
+    limit: float
+    alpha: float
+    glu_linear_offset: float
+
+
+Activations = str | Callable | tuple[str | Callable, ...]
+
+
+def activation(z, activations: Activations, params: Mapping[str, float] | Clamp | None = None) -> jax.Array:
     """The product of A activations, each of its own input.
 
     Args:
       z: [.., A, N] f32, f16 or bf16.
-      activations: A names ("gelu", "silu", "relu", "quick_gelu", "squared_relu", "sigmoid", "linear") or functions
-        of an array. One name, and one name with "linear", run a fused kernel; all others are plain JAX.
+      activations: A names ("gelu", "silu", "relu", "quick_gelu", "squared_relu", "sigmoid", "linear", "clamped_silu",
+        "clamped_linear") or functions of an array. One name, one name with "linear", and both clamped ones run a fused
+        kernel; all others are plain JAX.
+      params: of the clamped activations: limit, alpha, glu_linear_offset; see Clamp.
 
     Returns:
-      [.., N] in z's dtype. Raises ValueError where z does not fit the activations.
+      [.., N] in z's dtype. Raises ValueError where z does not fit the activations, or params do not.
     """
-    z, activations = jnp.asarray(z), _as_tuple(activations)
+    fused, activations = fused_activation(activations, params), _as_tuple(activations)
+    z = jnp.asarray(z)
     if z.dtype not in [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]:
         raise ValueError(f"activation: z: expected f32, f16 or bf16, got {z.dtype}")
     if z.ndim < 2 or z.shape[-2] != len(activations):
         raise ValueError(f"activation: z: expected [.., {len(activations)}, N] for {activations}, got {list(z.shape)}")
-    if name := fused_name(activations):
-        return _activation(name, z)
-    functions = [a if callable(a) else functools.partial(_named, a) for a in activations]
+    if fused is not None:
+        return _activation(fused, z)
+    functions = [a if callable(a) else functools.partial(_named, a, _clamp(activations, params)) for a in activations]
     return functools.reduce(operator.mul, [f(z[..., i, :]) for i, f in enumerate(functions)])
 
 
-def fused_name(activations: str | Callable | tuple[str | Callable, ...]) -> str | None:
-    """The kernels' name of these activations, None where no kernel computes them; ValueError for an unknown name."""
+def fused_activation(activations: Activations, params: Mapping[str, float] | Clamp | None = None) -> Fused | None:
+    """What the kernels take for these activations, None where no kernel computes them.
+
+    Raises:
+      ValueError: an unknown name, or params that are unknown, out of range, or of no activation among these.
+    """
     activations = _as_tuple(activations)
+    known = [*CURVES, "linear", *CLAMPED_CURVES]
     for name in activations:
-        if isinstance(name, str) and name not in CURVES and name != "linear":
-            raise ValueError(f"activation: activations: expected some of {[*CURVES, 'linear']}, got {name!r}")
-    if activations[0] in CURVES and activations[1:] in ((), ("linear",)):
-        return "_".join(activations)
+        if isinstance(name, str) and name not in known:
+            raise ValueError(f"activation: activations: expected some of {known}, got {name!r}")
+    clamp = _clamp(activations, params)
+    plain = activations[0] in CURVES and activations[1:] in ((), ("linear",))
+    if plain or activations == tuple(CLAMPED_CURVES):
+        return Fused("_".join(activations), *clamp)
     return None
 
 
-def _as_tuple(activations) -> tuple[str | Callable, ...]:
+def _clamp(activations: tuple[str | Callable, ...], params: Mapping[str, float] | Clamp | None) -> Clamp:
+    given = params._asdict() if isinstance(params, Clamp) else dict(params or {})
+    if given and not any(name in CLAMPED_CURVES for name in activations):
+        raise ValueError(
+            f"activation: params: expected none for {activations}, only {list(CLAMPED_CURVES)} take any, got {given}"
+        )
+    if unknown := [name for name in given if name not in Clamp._fields]:
+        raise ValueError(f"activation: params: expected some of {list(Clamp._fields)}, got {unknown[0]!r}")
+    clamp = Clamp(**{name: float(value) for name, value in given.items()})
+    for name, value in clamp._asdict().items():
+        if not math.isfinite(value) or (value <= 0 and name != "glu_linear_offset"):
+            raise ValueError(f"activation: params: {name}: expected a finite number, limit and alpha > 0, got {value}")
+    return clamp
+
+
+def _as_tuple(activations: Activations) -> tuple[str | Callable, ...]:
     activations = (activations,) if isinstance(activations, str) or callable(activations) else tuple(activations)
     if not activations:
         raise ValueError("activation: activations: expected at least one, got none")
     return activations
 
 
-def _named(name: str, x):
-    return x if name == "linear" else CURVES[name](x.astype(jnp.float32)).value.astype(x.dtype)
+def _named(name: str, clamp: Clamp, x):
+    if name == "linear":
+        return x
+    wide = x.astype(jnp.float32)
+    point = CLAMPED_CURVES[name](wide, clamp) if name in CLAMPED_CURVES else CURVES[name](wide)
+    return point.value.astype(x.dtype)
 
 
-def _activation_forward(name: str, z):
-    return activation_fwd(z, None, activation=name).y, z
+def _activation_forward(fused: Fused, z):
+    return activation_fwd(z, None, **fused._asdict()).y, z
 
 
-def _activation_backward(name: str, z, dy):
-    return (activation_bwd(dy, z, None, activation=name).dz,)
+def _activation_backward(fused: Fused, z, dy):
+    return (activation_bwd(dy, z, None, **fused._asdict()).dz,)
 
 
 _activation = differentiable(_activation_forward, _activation_backward)

@@ -26,7 +26,7 @@ from transformer_engine_jax.ops.layernorm import (
     rmsnorm_bwd,
     rmsnorm_fwd,
 )
-from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for
+from transformer_engine_jax.ops.quantize import Cast, cast_result, named, quantize_for
 from transformer_engine_jax.ops.state import Scales
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
@@ -67,7 +67,8 @@ def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Ca
     else:
         out = run(None, amax=True)
         cast = quantize_for(quantizer, out.y, q_t=True, amax_of_x=out.amax)
-    return cast, NormSaved(x, gamma, beta, None if beta is None else out.mean, out.rstd)
+    mean, rstd = named(quantizer, (None if beta is None else out.mean, out.rstd))
+    return cast, NormSaved(x, gamma, beta, mean, rstd)
 
 
 def norm_backward(static: Norm, saved: NormSaved, dy, residual=None):

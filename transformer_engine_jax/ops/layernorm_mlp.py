@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.kernel import differentiable
-from transformer_engine_jax.ops.activation import activation, activation_bwd, activation_fwd, fused_name
+from transformer_engine_jax.ops.activation import (
+    Activations,
+    Clamp,
+    Fused,
+    activation,
+    activation_bwd,
+    activation_fwd,
+    fused_activation,
+)
 from transformer_engine_jax.ops.dense import (
     Dense,
     check_dense,
@@ -26,29 +34,29 @@ from transformer_engine_jax.ops.state import Scales
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
 
-def activation_forward(name: str, z, quantizer: Quantizer) -> Cast:
+def activation_forward(fused: Fused, z, quantizer: Quantizer) -> Cast:
     """The activation of z[.., A, N], quantized both ways in the pass that computes it."""
     if quantizer.spec.recipe.stateful:
-        out = activation_fwd(z, quantizer.scale, activation=name, dtype=quantizer.spec.dtype, y_t=True, amax=True)
+        out = activation_fwd(z, quantizer.scale, **fused._asdict(), dtype=quantizer.spec.dtype, y_t=True, amax=True)
         return cast_result(Scales(quantizer.scale, quantizer.scale_inv), out.y, out.y_t, out.amax)
-    out = activation_fwd(z, None, activation=name, amax=True)
+    out = activation_fwd(z, None, **fused._asdict(), amax=True)
     return quantize_for(quantizer, out.y, q_t=True, amax_of_x=out.amax)
 
 
-def activation_backward(name: str, dy, z, quantizer: Quantizer, *, dbias: bool) -> Cast:
+def activation_backward(fused: Fused, dy, z, quantizer: Quantizer, *, dbias: bool) -> Cast:
     """The gradient of z[.., A, N], quantized both ways, with its sum over tokens where there is a bias."""
     if quantizer.spec.recipe.stateful:
         out = activation_bwd(
-            dy, z, quantizer.scale, activation=name, dtype=quantizer.spec.dtype, dz_t=True, amax=True, dbias=dbias
+            dy, z, quantizer.scale, **fused._asdict(), dtype=quantizer.spec.dtype, dz_t=True, amax=True, dbias=dbias
         )
         return cast_result(Scales(quantizer.scale, quantizer.scale_inv), out.dz, out.dz_t, out.amax, out.dbias)
-    out = activation_bwd(dy, z, None, activation=name, amax=True, dbias=dbias)
+    out = activation_bwd(dy, z, None, **fused._asdict(), amax=True, dbias=dbias)
     return quantize_for(quantizer, out.dz, k_axes=2, q_t=True, amax_of_x=out.amax)._replace(colsum=out.dbias)
 
 
 class _Static(NamedTuple):
     norm: Norm | None
-    activation: str
+    activation: Fused
     dense_1: Dense
     dense_2: Dense
     names: tuple[str, str]  # of the two products, for checkpoint policies
@@ -96,7 +104,8 @@ def layernorm_mlp(
     kernels: tuple[jax.Array, jax.Array],
     biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
     *,
-    activations: str | Callable | tuple[str | Callable, ...] = ("gelu",),
+    activations: Activations = ("gelu",),
+    activation_params: Mapping[str, float] | Clamp | None = None,
     norm_options: Norm | None = Norm(),
     quantizers: tuple[GemmQuantizers, GemmQuantizers] | None = None,
     names: tuple[str, str] = ("ffn1", "ffn2"),
@@ -108,7 +117,7 @@ def layernorm_mlp(
       x: f32, f16 or bf16; the result [.., n..] has its dtype.
       gamma, beta: [K]; beta None makes it an RMSNorm; both None where norm_options is None (no norm).
       kernels, biases: of the two products, any float dtype; A is len(activations).
-      activations: as in `activation`.
+      activations, activation_params: as in `activation`.
       norm_options: epsilon and zero_centered_gamma, or None for no norm.
       quantizers: of the two products; None computes in x's precision.
       names: checkpoint names of the two products' results.
@@ -119,7 +128,7 @@ def layernorm_mlp(
     """
     (kernel_1, kernel_2), (bias_1, bias_2) = kernels, biases
     activations = (activations,) if isinstance(activations, str) or callable(activations) else tuple(activations)
-    name = fused_name(activations)
+    fused = fused_activation(activations, activation_params)
     if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
         raise ValueError(
             f"layernorm_mlp: kernels[0]: expected [K, {len(activations)}, N] for {activations}, "
@@ -132,7 +141,7 @@ def layernorm_mlp(
         check_norm("layernorm_mlp", x, gamma, beta)
     if residual:
         check_residual("layernorm_mlp", x, (*x.shape[:-1], *kernel_2.shape[1:]), x.dtype)
-    if quantizers is None or quantizers[0].x.spec.calibrating or name is None:
+    if quantizers is None or quantizers[0].x.spec.calibrating or fused is None:
         first, second = quantizers or (None, None)
         normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
         z = checkpoint_name(dense(normed, kernel_1, bias_1, quantizers=first), names[0])
@@ -141,5 +150,5 @@ def layernorm_mlp(
             dense(a, kernel_2, bias_2, quantizers=second, residual=x if residual else None), names[1]
         )
     dense_2 = Dense.of(x, kernel_2, bias_2, 1, residual)
-    static = _Static(norm_options, name, Dense.of(x, kernel_1, bias_1, 1), dense_2, names)
+    static = _Static(norm_options, fused, Dense.of(x, kernel_1, bias_1, 1), dense_2, names)
     return _fp8_layernorm_mlp(static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2, quantizers)

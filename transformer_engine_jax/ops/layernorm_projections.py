@@ -42,7 +42,8 @@ def _product(static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantize
     return results, save(cast_x, cast, quantizers)
 
 
-def _forward(static: _Static, x, gamma, beta, kernels, biases, quantizers: tuple[GemmQuantizers, ...]):
+def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, ...], *kernels_and_biases):
+    kernels, biases = (kernels_and_biases[i :: 2] for i in (0, 1))
     quantizer, norm_saved = quantizers[0].x, None
     if static.norm is None:
         cast_x = quantize_for(quantizer, x, q_t=True)
@@ -59,7 +60,7 @@ def _forward(static: _Static, x, gamma, beta, kernels, biases, quantizers: tuple
 def _backward(static: _Static, residuals: tuple, cotangents):
     norm_saved, saved = residuals
     (dys, past), dx = cotangents, None
-    dys, dkernels, dbiases, reports = iter(dys), [], [], []
+    dys, dkernels_and_dbiases, reports = iter(dys), [], []
     for product, kept in zip(static.products, saved):
         with_bias, stacked = product.bias_dtype is not None, kept.kernel.data.ndim == 3
         parts = [next(dys) for _ in range(kept.kernel.data.shape[1] if stacked else 1)]
@@ -68,15 +69,14 @@ def _backward(static: _Static, residuals: tuple, cotangents):
         else:
             cast_dy = quantize_for(kept.quantizers.grad, parts[0], q_t=True, colsum=with_bias)
         dx, dkernel, dbias, report = dense_backward(product, kept, cast_dy, dx)
-        dkernels.append(dkernel)
-        dbiases.append(dbias)
+        dkernels_and_dbiases += [dkernel, dbias]
         reports.append(report)
     dgamma = dbeta = None
     if static.norm is not None:
         dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
     elif past is not None:
         dx = dx + past
-    return dx, dgamma, dbeta, tuple(dkernels), tuple(dbiases), tuple(reports)
+    return dx, dgamma, dbeta, tuple(reports), *dkernels_and_dbiases
 
 
 _fp8_layernorm_projections = differentiable(_forward, _backward)
@@ -123,4 +123,5 @@ def layernorm_projections(
         return results, x if return_input else None
     products = tuple(Dense.of(x, kernel, bias, 1) for kernel, bias in zip(kernels, biases))
     static = _Static(norm_options, products, return_input)
-    return _fp8_layernorm_projections(static, x, gamma, beta, tuple(kernels), tuple(biases), tuple(quantizers))
+    pairs = [array for pair in zip(kernels, biases) for array in pair]
+    return _fp8_layernorm_projections(static, x, gamma, beta, tuple(quantizers), *pairs)

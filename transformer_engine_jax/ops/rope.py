@@ -18,9 +18,14 @@ _FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
 @kernel("... h d, f, ... -> ... h d", whole="d f")
 def rope_rotate(x, frequencies, positions, *, group, inverse=False) -> jax.Array:
     """x[.., H, D] turned by positions i32[..] * frequencies f32[F], or back where `inverse`; its own gradient."""
-    pairs = frequencies.shape[-1]
-    cos, sin = (t[..., None, :] for t in _turns(positions, frequencies))
-    sin = -sin if inverse else sin
+    cos, sin = _turns(positions, frequencies)
+    return _turned(x, cos, -sin if inverse else sin, group)
+
+
+def _turned(x, cos, sin, group: str) -> jax.Array:
+    """x[.., H, D], its first 2 F features in pairs turned by angles of these cos and sin f32[.., F]."""
+    pairs = cos.shape[-1]
+    cos, sin = cos[..., None, :], sin[..., None, :]
     a, b = _pairs(x, pairs, group)
     rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1 if group == "consecutive" else -2)
     rotated = rotated.reshape(*x.shape[:-1], 2 * pairs).astype(x.dtype)
@@ -84,20 +89,47 @@ def rope(x: jax.Array, frequencies: jax.Array, *, positions: jax.Array | None = 
       ValueError: shapes or dtypes do not fit, or an unknown group.
     """
     x, frequencies = jnp.asarray(x), jnp.asarray(frequencies)
-    if x.dtype not in _FLOATS:
-        raise ValueError(f"rope: x: expected f32, f16 or bf16, got {x.dtype}")
     if frequencies.ndim != 1 or not jnp.issubdtype(frequencies.dtype, jnp.floating):
         raise ValueError(f"rope: frequencies: expected f32[F], got {frequencies.dtype}{list(frequencies.shape)}")
-    if x.ndim != 4 or x.shape[-1] < 2 * frequencies.shape[0]:
-        raise ValueError(f"rope: expected x[B, S, H, D] with D >= 2 x {frequencies.shape[0]}, got {list(x.shape)}")
+    positions = _check(x, frequencies.shape[0], positions, group)
+    return _rope(Rotation(group), x, frequencies.astype(jnp.float32), positions)
+
+
+def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None = None, group: str = "consecutive"):
+    """Rotates pairs of features of x[B, S, H, D] by angles that a table gives for each position.
+
+    Args:
+      x: f32, f16 or bf16; the result has its shape and dtype.
+      angles: f32[T, F] radians for positions 0 to T - 1; features from 2 F on stay as they are.
+      positions: integers [S] or [B, S] below T (others get NaN); None counts from 0, and T must then be S or more.
+      group: as of `rope`.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or an unknown group.
+    """
+    x, angles = jnp.asarray(x), jnp.asarray(angles)
+    if angles.ndim != 2 or not jnp.issubdtype(angles.dtype, jnp.floating):
+        raise ValueError(f"rope_table: angles: expected f32[T, F], got {angles.dtype}{list(angles.shape)}")
+    if positions is None and x.ndim == 4 and angles.shape[0] < x.shape[1]:
+        raise ValueError(f"rope_table: angles: expected {x.shape[1]} positions or more, got {angles.shape[0]}")
+    positions = _check(x, angles.shape[1], positions, group)
+    angles = jnp.take(angles.astype(jnp.float32), positions, axis=0, mode="fill", fill_value=jnp.nan)
+    return _turned(x, jnp.cos(angles), jnp.sin(angles), group)
+
+
+def _check(x, pairs: int, positions, group: str) -> jax.Array:
+    """i32[B, S] the positions, once x and group are known to fit."""
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"rope: x: expected f32, f16 or bf16, got {x.dtype}")
+    if x.ndim != 4 or x.shape[-1] < 2 * pairs:
+        raise ValueError(f"rope: expected x[B, S, H, D] with D >= 2 x {pairs}, got {list(x.shape)}")
     if group not in ("consecutive", "alternate"):
         raise ValueError(f"rope: group: expected 'consecutive' or 'alternate', got {group!r}")
     positions = jnp.arange(x.shape[1]) if positions is None else jnp.asarray(positions)
     if positions.shape not in (x.shape[1:2], x.shape[:2]) or not jnp.issubdtype(positions.dtype, jnp.integer):
         expected = f"integers [{x.shape[1]}] or {list(x.shape[:2])}"
         raise ValueError(f"rope: positions: expected {expected}, got {positions.dtype}{list(positions.shape)}")
-    positions = jnp.broadcast_to(positions.astype(jnp.int32), x.shape[:2])
-    return _rope(Rotation(group), x, frequencies.astype(jnp.float32), positions)
+    return jnp.broadcast_to(positions.astype(jnp.int32), x.shape[:2])
 
 
 def _rope_forward(rotation: Rotation, x, frequencies, positions):

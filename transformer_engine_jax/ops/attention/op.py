@@ -47,7 +47,7 @@ def dot_product_attention(
     query, key, value = map(jnp.asarray, (query, key, value))
     options.check()
     _check_shapes(query, key, value)
-    mask, bias = (_check_broadcast(name, x, query, key) for name, x in (("mask", mask), ("bias", bias)))
+    mask, bias = (check_broadcast(name, x, query, key) for name, x in (("mask", mask), ("bias", bias)))
     softmax_offset = _check_offset(options, softmax_offset, query.shape[2])
     if sequence_descriptor is not None:
         if mask is not None:
@@ -91,7 +91,7 @@ def _check_shapes(query, key, value) -> None:
         raise ValueError(f"dot_product_attention: {query.shape[2]} heads do not divide into {key.shape[2]} groups")
 
 
-def _check_broadcast(name: str, x, query, key):
+def check_broadcast(name: str, x, query, key):
     """The mask as bool, or the bias, of rank 4; None if absent."""
     if x is None:
         return None

@@ -1,0 +1,108 @@
+"""Causal attention, forward and with its backward: ours with the backend it chooses, our reference, and jax.nn's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.timing import Repeated, Timing, interleaved, operand_sets, without_failures
+from transformer_engine_jax.ops.attention import Attention, dot_product_attention
+from transformer_engine_jax.ops.attention.backends import attention_backend
+from transformer_engine_jax.ops.attention.reference import attention_reference
+from transformer_engine_jax.ops.attention.sequences import places
+
+BOTH = 3.5  # times the forward's operations: its two products and the backward's five, the scores anew among them
+
+
+def _options(query) -> Attention:
+    return Attention(scale=query.shape[-1] ** -0.5, causal=True)
+
+
+def _ours(query, key, value):
+    return dot_product_attention(query, key, value, options=_options(query))
+
+
+def _reference(query, key, value):
+    options = _options(query)
+    queries, keys = places(None, query.shape[1], key.shape[1], options)
+    return attention_reference(
+        options, query, key, value,
+        queries=queries, keys=keys, mask=None, bias=None, softmax_offset=None, dropout_key=None,
+    )  # fmt: skip
+
+
+def _jax_nn(implementation: str) -> Callable:
+    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+
+
+CONTENDERS = {"te": _ours, "reference": _reference, "jax-cudnn": _jax_nn("cudnn"), "jax-xla": _jax_nn("xla")}
+
+
+def _operands(shape: Shape) -> list[jax.Array]:
+    """query, key, value and the cotangent of the output, bf16."""
+    sizes = [shape.heads, shape.groups, shape.groups, shape.heads]
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(key, (shape.batch, shape.seq, heads, shape.head), jnp.bfloat16)
+        for key, heads in zip(keys, sizes)
+    ]
+
+
+def _forward(attend: Callable) -> Callable:
+    return lambda q, k, v, _: attend(q, k, v)
+
+
+def _both(attend: Callable) -> Callable:
+    def call(q, k, v, d_out):
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(d_out)
+
+    return call
+
+
+PASSES = {"forward": (_forward, 1.0), "forward+backward": (_both, BOTH)}
+
+
+def measure(shape: Shape, passes: str, against: list[str], **timing) -> tuple[dict[str, Timing], dict[str, str]]:
+    """(times, why others have none)."""
+    operands = _operands(shape)
+    sets = operand_sets(operands, 3 * sum(x.nbytes for x in operands), most=4)
+    wrap, _ = PASSES[passes]
+    makers = {name: lambda name=name: Repeated(wrap(CONTENDERS[name]), sets) for name in against}
+    programs, failed = without_failures(makers)
+    return interleaved(programs, **timing), failed
+
+
+def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
+    """A row for each config, pass and contender."""
+    for config in configs:
+        shape = SHAPES[config]
+        query, key, value, _ = (x for x in jax.eval_shape(lambda: _operands(shape)))
+        backend, _ = attention_backend(_options(query), query, key, value)
+        for passes, (_, factor) in PASSES.items():
+            times, failed = measure(shape, passes, against, **timing)
+            for name in against:
+                row = {"config": config, "pass": passes, "contender": name}
+                row |= {"backend": backend} if name == "te" else {}
+                if name in failed:
+                    yield row | {"skipped": failed[name]}
+                    continue
+                ms, spread = times[name]
+                best = min(t.median for t in times.values())
+                tflop = factor * shape.attention_flop / ms / 1e9
+                yield row | {"ms": ms, "spread": spread, "tflop_per_s": tflop, "of_best": best / ms}
+
+
+def line(row: dict) -> str:
+    name = f"{row['contender']} ({row['backend']})" if "backend" in row else row["contender"]
+    what = f"{row['config']:>6} {row['pass']:<17} {name:<15}"
+    if "skipped" in row:
+        return f"{what} skipped: {row['skipped']}"
+    return (
+        f"{what} {row['ms']:9.4f} ms  +-{row['spread']:.1%}  {row['tflop_per_s']:7.1f} TFLOP/s  "
+        f"{row['of_best']:.2f} of the best"
+    )

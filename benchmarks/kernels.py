@@ -1,0 +1,142 @@
+"""Every memory-bound kernel, forward and backward: the bytes it must move over its time, and over a copy's.
+
+The bytes are those of its operands and results, each once. A copy is `x + 1` as XLA compiles it, of the largest size;
+it takes turns with each kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.timing import Repeated, interleaved, operand_sets
+from transformer_engine_jax.ops.activation import activation_bwd, activation_fwd
+from transformer_engine_jax.ops.layernorm import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
+from transformer_engine_jax.ops.quantize import E4M3, E5M2, amax, dequantize, quantize, quantize_stack
+from transformer_engine_jax.ops.rope import rope, rope_frequencies
+from transformer_engine_jax.ops.softmax import softmax_bwd, softmax_fwd
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+HIDDEN = (768, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 12288, 16384)
+HEAD = 128
+NORMS = {"layernorm": (layernorm_fwd, layernorm_bwd), "rmsnorm": (rmsnorm_fwd, rmsnorm_bwd)}
+
+Case = tuple[str, Callable, list[tuple[tuple[int, ...], jnp.dtype]]]  # name, call, shapes and dtypes of the operands
+
+
+def cases(rows: int, hidden: int) -> Iterator[Case]:
+    """The kernels of a layer on [rows, hidden], each as the modules call it."""
+    x, scalar, fp8 = ((rows, hidden), BF16), ((), F32), ((rows, hidden), E4M3)
+    yield "amax", amax, [x]
+    yield "quantize", lambda x, s: quantize(x, s, dtype=E4M3), [x, scalar]
+    yield "quantize both ways", lambda x, s: quantize(x, s, dtype=E5M2, q_t=True), [x, scalar]
+    yield "quantize both ways + dbias", lambda x, s: quantize(x, s, dtype=E5M2, q_t=True, colsum=True), [x, scalar]
+    if hidden % 8 == 0:
+        stacked = lambda *xs: quantize_stack(*xs, dtype=E5M2, q_t=True, colsum=True)
+        yield "quantize q, k, v both ways + dbias", stacked, [x, x, x, scalar]
+    yield "dequantize", lambda q, s: dequantize(q, s, dtype=BF16), [fp8, scalar]
+    yield (
+        "cast of a weight both ways",
+        lambda w, s: quantize(w, s, dtype=E4M3, q_t=True),
+        [((rows, hidden), F32), scalar],
+    )
+    for name, (forward, backward) in NORMS.items():
+        parameters = [((hidden,), F32)] * (2 if name == "layernorm" else 1)
+        statistics = [((rows,), F32)] * len(parameters)
+        yield (
+            f"{name} forward",
+            lambda *args, forward=forward: forward(*args, None, epsilon=1e-6),
+            [x, *parameters],
+        )
+        yield (
+            f"{name} forward -> FP8 both ways",
+            lambda *args, forward=forward: forward(*args, epsilon=1e-6, dtype=E4M3, y_t=True, amax=True),
+            [x, *parameters, scalar],
+        )
+        saved = [x, x, parameters[0], *statistics]
+        yield f"{name} backward", lambda *args, backward=backward: backward(*args, None), saved
+        yield f"{name} backward + residual", backward, [*saved, x]
+    for name, inputs in (("gelu", 1), ("silu_linear", 2)):
+        z = ((rows, inputs, hidden), BF16)
+        yield f"{name} forward", lambda z, name=name: activation_fwd(z, None, activation=name), [z]
+        yield (
+            f"{name} forward -> FP8 both ways",
+            lambda z, s, name=name: activation_fwd(z, s, activation=name, dtype=E4M3, y_t=True, amax=True),
+            [z, scalar],
+        )
+        yield f"{name} backward", lambda dy, z, name=name: activation_bwd(dy, z, None, activation=name), [x, z]
+        for dbias in (False, True):
+            yield (
+                f"{name} backward -> FP8 both ways{' + dbias' if dbias else ''}",
+                lambda dy, z, s, name=name, dbias=dbias: activation_bwd(
+                    dy, z, s, activation=name, dtype=E5M2, dz_t=True, amax=True, dbias=dbias
+                ),
+                [x, z, scalar],
+            )
+    if hidden % HEAD == 0:
+        frequencies = rope_frequencies(HEAD)
+        tokens = ((1, rows, hidden // HEAD, HEAD), BF16)
+        yield "rope", lambda x: rope(x, frequencies, group="alternate"), [tokens]
+    scores = ((max(rows // hidden, 1), hidden, hidden), BF16)
+    yield "softmax forward", lambda x: softmax_fwd(x, None, None), [scores]
+    yield "softmax backward", softmax_bwd, [scores, scores]
+
+
+def copy(x):
+    return x + jnp.ones((), x.dtype)
+
+
+def _draw(i: int, shape: tuple[int, ...], dtype) -> jax.Array:
+    if shape == ():
+        return jnp.float32(16.0)
+    x = jax.random.normal(jax.random.key(i), shape, F32 if dtype == F32 else BF16)
+    return (jnp.abs(x) + 0.5 if len(shape) == 1 else x).astype(dtype)  # one axis: gamma, or rstd
+
+
+def _bytes(call: Callable, operands: list[jax.Array]) -> int:
+    results = jax.tree.leaves(jax.eval_shape(call, *operands))
+    return sum(x.size * x.dtype.itemsize for x in [*operands, *results])
+
+
+def program(call: Callable, operands: list) -> tuple[Repeated, int]:
+    """(the call, repeated on random operands of these shapes and dtypes, the bytes of one)."""
+    operands = [_draw(i, shape, dtype) for i, (shape, dtype) in enumerate(operands)]
+    size = _bytes(call, operands)
+    return Repeated(call, operand_sets(operands, size)), size
+
+
+def copy_bandwidth(rows: int, hidden: int, **timing) -> float:
+    """Bytes a millisecond, read and written."""
+    copied, size = program(copy, [((rows, hidden), BF16)])
+    return size / interleaved({"copy": copied}, **timing)["copy"].median
+
+
+def run(hidden: list[int], rows: int, only: str, **timing) -> Iterator[dict]:
+    """A row for each hidden size and kernel whose name holds `only`; each takes turns with the copy."""
+    copied, copy_size = program(copy, [((rows, max(hidden)), BF16)])
+    for size in hidden:
+        for name, call, operands in cases(rows, size):
+            if only not in name:
+                continue
+            repeated, moved = program(call, operands)
+            times = interleaved({"kernel": repeated, "copy": copied}, **timing)
+            (ms, spread), (copy_ms, _) = times["kernel"], times["copy"]
+            yield {
+                "kernel": name,
+                "rows": rows,
+                "hidden": size,
+                "ms": ms,
+                "spread": spread,
+                "bytes": moved,
+                "tb_per_s": moved / ms / 1e9,
+                "copy_tb_per_s": copy_size / copy_ms / 1e9,
+                "of_copy": moved / ms / (copy_size / copy_ms),
+            }
+
+
+def line(row: dict) -> str:
+    what = f"{row['kernel']:<44} {row['rows']:>6} x {row['hidden']:<6}"
+    time = f"{row['ms'] * 1e3:9.1f} us  +-{row['spread']:.1%}"
+    return f"{what} {time:<20} {row['tb_per_s']:6.3f} TB/s  {row['of_copy']:.2f} of a copy's"

@@ -1,0 +1,109 @@
+"""Writes README's performance tables from the committed results in benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable, Iterable
+
+ROOT = pathlib.Path(__file__).parent.parent
+README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- end -->"
+
+# The columns of each benchmark's table: title -> a row's text.
+Columns = dict[str, Callable[[dict], str]]
+LAYER: Columns = {
+    "config": lambda r: r["config"],
+    "layer": lambda r: r["contender"],
+    "ms": lambda r: f"{r['ms']:.3g}",
+    "speed-up": lambda r: f"{r['speedup']:.2f}",
+    "of the floor": lambda r: f"{r['of_floor']:.2f}" if "of_floor" in r else "",
+    "compile s": lambda r: f"{r['compile_s']:.1f}",
+    "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
+}
+RATE: Columns = {"ms": lambda r: f"{r['ms']:.3g}", "TFLOP/s": lambda r: f"{r['tflop_per_s']:.0f}"}
+TABLES: dict[str, tuple[str, Columns]] = {
+    "layer": ("One Transformer layer, forward and backward with all gradients", LAYER),
+    "gemm": (
+        "Matrix products",
+        {
+            "config": lambda r: r["config"],
+            "product": lambda r: r["product"],
+            "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
+            "by": lambda r: r["contender"],
+            **RATE,
+        },
+    ),
+    "attention": (
+        "Causal attention",
+        {
+            "config": lambda r: r["config"],
+            "pass": lambda r: r["pass"],
+            "by": lambda r: f"{r['contender']} ({r['backend']})" if "backend" in r else r["contender"],
+            **RATE,
+        },
+    ),
+    "kernels": (
+        "Memory-bound kernels",
+        {
+            "kernel": lambda r: r["kernel"],
+            "size": lambda r: f"{r['rows']} x {r['hidden']}",
+            "TB/s": lambda r: f"{r['tb_per_s']:.2f}",
+            "of a copy": lambda r: f"{r['of_copy']:.2f}",
+        },
+    ),
+    "train": (
+        "Training on real bytes",
+        {
+            "config": lambda r: f"{r['layers']} layers of {r['config']}, {r['steps']} steps, seed {r['seed']}",
+            "precision": lambda r: r["contender"],
+            "tokens/s": lambda r: f"{r['tokens_per_s']:.0f}",
+            "TFLOP/s": lambda r: f"{r['tflop_per_s']:.0f}",
+            "final loss": lambda r: f"{r['final_loss']:.4f}",
+            "difference": lambda r: f"{r['difference']:+.2%}",
+        },
+    ),
+}
+LONG = 16  # tables with more rows than this are folded away
+
+
+def table(columns: Columns, rows: Iterable[dict]) -> str:
+    rows = [[text(row) for text in columns.values()] for row in rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [list(columns), ["---"] * len(columns), *rows])
+
+
+def section(document: dict) -> str:
+    """One result: what was run on what, and its rows."""
+    title, columns = TABLES[document["benchmark"]]
+    done = [row for row in document["rows"] if "skipped" not in row]
+    skipped = sorted({row["contender"] for row in document["rows"] if "skipped" in row})
+    versions = document["versions"]
+    said = ["cublas", "cudnn-cu13", "jax", "flax"]
+    libraries = ", ".join(f"{name} {v}" for name in said if (v := versions.get(name) or versions.get(f"nvidia-{name}")))
+    head = f"**{title}**: one {document['device']}, {libraries}; `{document['command']}`."
+    if skipped:
+        head += f" Not run here: {', '.join(skipped)}."
+    body = table(columns, done)
+    if len(done) > LONG:
+        body = f"<details><summary>{len(done)} rows</summary>\n\n{body}\n\n</details>"
+    return f"{head}\n\n{body}\n"
+
+
+def render(results: pathlib.Path = RESULTS) -> str:
+    """What stands between the markers: each result, in the order of TABLES and then by file name."""
+    documents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    documents.sort(key=lambda document: list(TABLES).index(document["benchmark"]))
+    if not documents:
+        return "No results are committed yet; `python -m benchmarks layer` measures on the machine at hand.\n"
+    return "\n".join(section(document) for document in documents)
+
+
+def written(text: str, results: pathlib.Path = RESULTS) -> str:
+    """README's text with its performance tables as the results say."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{render(results)}{END}{after}"
+
+
+def write() -> None:
+    README.write_text(written(README.read_text()))

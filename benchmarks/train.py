@@ -1,0 +1,154 @@
+"""A decoder of a config's layers trained on real bytes: speed, loss curves side by side, and the final losses compared.
+
+Every contender sees the same bytes from the same initial parameters with the same optimizer; only the layer's
+precision differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.peers import CONTENDERS
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.timing import Timing
+from examples.gpt.data import VOCABULARY, Data, load
+from examples.gpt.training import adamw, cross_entropy
+
+DEFAULT = ["te-bf16", "te-delayed", "te-current"]
+LAST = 20  # the final loss is the mean over this many steps; a single batch is too noisy
+
+
+class Options(NamedTuple):
+    layers: int = 8
+    steps: int = 300
+    batch: int | None = None  # None: the config's
+    seq: int | None = None
+    lr: float = 3e-4
+    seeds: int = 1
+    data: str | None = None  # None: the source code of Python's standard library
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Options:
+        return cls(**{name: getattr(args, name) for name in cls._fields})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = Options()
+    for name in ("layers", "steps", "batch", "seq", "seeds"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(defaults, name))
+    parser.add_argument("--lr", type=float, default=defaults.lr, help="peak learning rate")
+    parser.add_argument("--data", metavar="PATH", help="file or folder (default: Python's standard library)")
+
+
+class Decoder(nn.Module):
+    """Next-byte logits f32[B, S, 256] of tokens i32[B, S]."""
+
+    shape: Shape
+    layers: int
+    contender: str
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        table = self.param("embedding", nn.initializers.normal(0.02), (VOCABULARY, self.shape.hidden))
+        # A product: the gradient of a lookup is a sum by atomics that meet in 256 rows.
+        x = jax.nn.one_hot(tokens, VOCABULARY, dtype=jnp.bfloat16) @ table.astype(jnp.bfloat16)
+        for i in range(self.layers):
+            layer, _ = CONTENDERS[self.contender](self.shape)
+            x = layer.clone(name=f"layer_{i}", parent=self)(x)
+        x = nn.RMSNorm(dtype=jnp.float32)(x)
+        return nn.Dense(VOCABULARY, use_bias=False)(x)  # 256 outputs cost next to nothing: f32
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    times: list[float]  # ms a step, less the first steps
+    compile_s: float
+
+
+def train(name: str, shape: Shape, options: Options, seed: int, data: Data) -> Run:
+    model = Decoder(shape, options.layers, name)
+    optimizer = adamw(options.lr, options.steps // 10, options.steps)
+    windows = lambda step: jnp.asarray(data.train_batch(seed, step, shape.batch, shape.seq))
+
+    def loss(variables, windows):
+        tokens = windows.astype(jnp.int32)
+        return cross_entropy(model.apply(variables, tokens[:, :-1]), tokens[:, 1:])
+
+    def step(variables, moments, windows):
+        value, grads = jax.value_and_grad(loss)(variables, windows)
+        updates, moments = optimizer.update(grads["params"], moments, variables["params"])
+        return {**grads, "params": optax.apply_updates(variables["params"], updates)}, moments, value
+
+    with CONTENDERS[name](shape).context():
+        init = jax.jit(lambda key, tokens: nn.unbox(model.init(key, tokens)))
+        variables = flax.core.unfreeze(init(jax.random.key(seed), windows(0)[:, :-1].astype(jnp.int32)))
+        moments = jax.jit(optimizer.init)(variables["params"])
+        began = time.perf_counter()
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(variables, moments, windows(0)).compile()
+        compile_s = time.perf_counter() - began
+    losses, times = [], []
+    began = time.perf_counter()
+    for i in range(options.steps):
+        variables, moments, value = compiled(variables, moments, windows(i))
+        losses.append(float(value))
+        times.append((time.perf_counter() - began) * 1e3)
+        began = time.perf_counter()
+    return Run(losses, times[min(10, len(times) // 2) :], compile_s)
+
+
+def flop(shape: Shape, layers: int) -> int:
+    """Of one step: layers and the head, forward and backward."""
+    return layers * shape.flop + 6 * shape.tokens * shape.hidden * VOCABULARY
+
+
+def run(config: str, against: list[str], options: Options) -> Iterator[dict]:
+    """A row for each seed and contender; `difference` is that of the final loss from the first contender's."""
+    shape = SHAPES[config]
+    shape = shape._replace(batch=options.batch or shape.batch, seq=options.seq or shape.seq)
+    data = load(options.data, shape.seq)
+    for seed in range(options.seeds):
+        first = None
+        for name in against:
+            row = {"config": config, "layers": options.layers, "batch": shape.batch, "seq": shape.seq}
+            row |= {"steps": options.steps, "seed": seed, "contender": name}
+            try:
+                losses, times, compile_s = train(name, shape, options, seed, data)
+            except ImportError as error:
+                yield row | {"skipped": str(error)}
+                continue
+            final = statistics.fmean(losses[-LAST:])
+            first = final if first is None else first
+            ms, spread = Timing.of(times)
+            yield row | {
+                "ms": ms,
+                "spread": spread,
+                "tokens_per_s": shape.tokens / ms * 1e3,
+                "tflop_per_s": flop(shape, options.layers) / ms / 1e9,
+                "compile_s": compile_s,
+                "final_loss": final,
+                "difference": final / first - 1,
+                "unigram_entropy": data.unigram_entropy,
+                "losses": [float(x) for x in np.float32(losses)],
+            }
+
+
+def line(row: dict) -> str:
+    what = f"{row['config']:>6} seed {row['seed']} {row['contender']:<12}"
+    if "skipped" in row:
+        return f"{what} skipped: {row['skipped']}"
+    return (
+        f"{what} {row['ms']:8.1f} ms a step  +-{row['spread']:.1%}  {row['tokens_per_s']:9.0f} tokens/s  "
+        f"{row['tflop_per_s']:6.1f} TFLOP/s  loss {row['losses'][0]:.3f} -> {row['final_loss']:.4f} "
+        f"({row['difference']:+.2%})  compile {row['compile_s']:.0f} s"
+    )

@@ -1,0 +1,146 @@
+"""Each benchmark runs at a tiny size, its rows hold what it is for, and README says what the committed results say."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import floor, gemm, kernels, layer, peers, readme, report
+from benchmarks.shapes import SHAPES, products
+from examples.gpt.data import load
+
+
+def rows_of(tmp_path, *argv) -> list[dict]:
+    """What `python -m benchmarks <argv> --json` writes."""
+    path = tmp_path / "rows.json"
+    command.main([*argv, "--json", str(path)])
+    document = json.loads(path.read_text())
+    assert document["benchmark"] == argv[0] and document["device"] and document["versions"]["jax"]
+    assert readme.section(document).count("\n| ") >= 2  # README has a table for it
+    return document["rows"]
+
+
+QUICK = ("--rounds", "2", "--calls", "1")
+
+
+def test_layer_has_ratios_to_the_first_contender_and_to_the_floor(tmp_path, monkeypatch):
+    monkeypatch.setattr(gemm, "products", lambda shape: products(shape)[:2])
+    monkeypatch.setattr(floor, "products", lambda shape: products(shape)[:2])
+    rows = rows_of(
+        tmp_path, "layer", "--config", "tiny-llama", "--against", "flax,te-delayed", "nvidia-bf16",
+        "--copy", "64", "64", *QUICK,
+    )  # fmt: skip
+    flax, ours, nvidia = rows
+    assert [r["contender"] for r in rows] == ["flax", "te-delayed", "nvidia-bf16"]
+    assert "transformer_engine" in nvidia["skipped"]
+    assert flax["speedup"] == 1 and math.isclose(ours["speedup"], flax["ms"] / ours["ms"], rel_tol=1e-4)
+    for row in (flax, ours):
+        assert math.isclose(sum(row["floor"].values()), row["floor_ms"], rel_tol=1e-4)
+        assert math.isclose(row["ms"] / row["floor_ms"], row["of_floor"], rel_tol=1e-3)
+    assert flax["floor"]["gemms"] != ours["floor"]["gemms"]  # of bf16 and of FP8 products
+
+
+def test_every_contender_computes_the_same_layer():
+    """The peers' layers and ours have the same kernels, so that the same work is timed."""
+    import jax
+    import jax.numpy as jnp
+    from flax import linen as nn
+
+    for config in ("tiny", "tiny-llama"):
+        shape = SHAPES[config]
+        x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
+        sizes = {
+            name: sum(
+                leaf.size
+                for leaf in jax.tree.leaves(
+                    nn.unbox(jax.eval_shape(peers.CONTENDERS[name](shape).layer.init, jax.random.key(0), x))["params"]
+                )
+                if leaf.ndim > 1 and leaf.size >= shape.hidden**2
+            )
+            for name in ("flax", "te-bf16")
+        }
+        assert set(sizes.values()) == {shape.parameters}
+
+
+def test_gemm_has_all_products_and_their_best(tmp_path, monkeypatch):
+    monkeypatch.setattr(gemm, "products", lambda shape: [p for p in products(shape) if p.name.startswith("fc1")])
+    rows = rows_of(tmp_path, "gemm", "--config", "tiny-llama", *QUICK)
+    assert len(rows) == 3 * len(gemm.CONTENDERS)
+    fprop, dgrad, wgrad = (r for r in rows if r["contender"] == "fp8-fast")
+    assert (fprop["m"], fprop["n"], fprop["k"]) == (128, 512, 128)  # both halves of swiglu in one
+    assert (dgrad["m"], dgrad["n"], dgrad["k"]) == (128, 128, 512)
+    assert (wgrad["m"], wgrad["n"], wgrad["k"]) == (128, 512, 128)
+    for kind in ("fp8", "bf16"):
+        best = [r["of_best"] for r in rows if r["product"] == "fc1 fprop" and gemm.precision(r["contender"]) == kind]
+        assert max(best) == 1
+
+
+def test_attention_names_the_backend_and_skips_what_is_not_there(tmp_path):
+    rows = rows_of(tmp_path, "attention", "--config", "tiny-llama", "--against", "te,jax-cudnn,jax-xla", *QUICK)
+    by = {(r["pass"], r["contender"]): r for r in rows}
+    assert by["forward", "te"]["backend"] in ("cudnn", "reference") and "ms" in by["forward+backward", "jax-xla"]
+    if by["forward", "te"]["backend"] == "reference":
+        assert "skipped" in by["forward", "jax-cudnn"]
+
+
+def test_kernels_count_each_operand_and_result_once(tmp_path):
+    rows = rows_of(
+        tmp_path, "kernels", "--hidden", "128", "7", "--rows", "24", "--only", "gelu backward -> FP8", *QUICK
+    )
+    plain, dbias, odd, _ = rows
+    # dy and z in bf16, a scale; dz in FP8 both ways, an amax
+    assert plain["bytes"] == 24 * 128 * (2 + 2 + 1 + 1) + 4 + 4
+    assert dbias["bytes"] == plain["bytes"] + 4 * 128
+    assert odd["hidden"] == 7 and math.isclose(odd["of_copy"], odd["tb_per_s"] / odd["copy_tb_per_s"], rel_tol=1e-3)
+
+
+def test_all_kernels_of_a_layer_are_among_the_cases():
+    names = {name for name, _, _ in kernels.cases(256, 128)}
+    for kind in ("layernorm", "rmsnorm", "gelu", "silu_linear"):
+        assert {f"{kind} forward", f"{kind} forward -> FP8 both ways", f"{kind} backward"} <= names
+
+
+@pytest.mark.parametrize(
+    "config, tflop, gigabytes", [("gpt", 19.8, 6.85), ("llama", 21.4, 8.29), ("small", 0.618, 0.78)]
+)
+def test_what_a_floor_counts(config, tflop, gigabytes):
+    shape = SHAPES[config]
+    assert math.isclose(sum(p.flop for p in products(shape)) / 1e12, tflop, rel_tol=5e-3)
+    assert math.isclose(sum(floor.stages(shape, fp8=True).values()) / 1e9, gigabytes, rel_tol=5e-3)
+    assert floor.stages(shape, fp8=False).keys() < floor.stages(shape, fp8=True).keys()
+
+
+def test_train_compares_losses_on_the_same_bytes(tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_bytes(b"a tiny corpus of bytes, again and again. " * 60)
+    rows = rows_of(
+        tmp_path, "train", "--config", "tiny-llama", "--layers", "1", "--steps", "12", "--seq", "32", "--lr", "3e-3",
+        "--against", "te-bf16,te-delayed", "--data", str(data),
+    )  # fmt: skip
+    bf16, delayed = rows
+    assert len(bf16["losses"]) == 12 and bf16["losses"][-1] < bf16["losses"][0]
+    assert bf16["difference"] == 0 and 0 < abs(delayed["difference"]) < 0.05  # other numbers, the same training
+    assert bf16["unigram_entropy"] == pytest.approx(load(str(data), 32).unigram_entropy, rel=1e-4)
+    assert bf16["tokens_per_s"] > 0 and bf16["seq"] == 32
+
+
+def test_names_of_contenders():
+    assert command.chosen(["te", "flax"], peers.CONTENDERS) == ["te-bf16", "te-delayed", "te-current", "flax"]
+    assert command.chosen(["bf16,fp8"], gemm.CONTENDERS) == ["bf16", "fp8-fast", "fp8-split", "fp8-xla"]
+    with pytest.raises(SystemExit, match="expected some of flax, flax-fp8, .* got 'torch'"):
+        command.chosen(["torch"], peers.CONTENDERS)
+
+
+def test_readme_says_what_the_results_say():
+    text = readme.README.read_text()
+    assert readme.written(text) == text, "run `python -m benchmarks readme`"
+
+
+def test_results_become_tables(tmp_path):
+    ran = {"config": "gpt", "contender": "te-delayed", "ms": 18.44, "speedup": 1.704, "compile_s": 3, "temp_gib": 1.5}
+    report.save(tmp_path / "b.json", "layer", [ran, {"config": "gpt", "contender": "nvidia-bf16", "skipped": "absent"}])
+    text = readme.written(f"before {readme.BEGIN}old{readme.END} after", tmp_path)
+    assert text.startswith("before ") and text.endswith(" after") and "old" not in text
+    assert "| gpt | te-delayed | 18.4 | 1.70 |  | 3.0 | 1.50 |" in text and "Not run here: nvidia-bf16." in text
+    assert layer.line(ran | {"spread": 0.01, "tflop_per_s": 1.0, "trace_s": 1.0})

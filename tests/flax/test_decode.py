@@ -1,0 +1,184 @@
+"""KV-cache decoding: tokens one by one, and in chunks, equal the full forward pass; the cache's end; misuse."""
+
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+from emulated import F32
+from steps import CURRENT
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.flax import MultiHeadAttention, SequenceDescriptor, TransformerLayer, TransformerLayerType
+
+B, S, HIDDEN, HEADS, SOURCE = 2, 8, 16, 4, 6
+X, ENCODED, BIAS = (jnp.asarray(a) for a in emulated.normal(7, (B, S, HIDDEN), (B, SOURCE, HIDDEN), (1, HEADS, S, S)))
+# Row 1 begins with two tokens of padding, as prompts of other lengths are aligned; and some pairs are hidden.
+LEFT_PADDING = jnp.asarray(np.arange(S)[None, None, None, :] < np.array([0, 2])[:, None, None, None])
+PAIRS = jnp.asarray(np.random.default_rng(0).random((B, HEADS, S, S)) < 0.3)
+SOURCE_PADDING = jnp.asarray(np.arange(SOURCE)[None, None, None, :] >= np.array([SOURCE, 3])[:, None, None, None])
+ANGLES = jnp.asarray(np.random.default_rng(1).uniform(0, 6, (S + 3, 1)), jnp.float32)
+
+Layer = partial(
+    TransformerLayer, hidden_size=HIDDEN, mlp_hidden_size=24, num_attention_heads=HEADS,
+    hidden_dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+DECODER = dict(layer_type=TransformerLayerType.DECODER)
+
+
+def fading(scores, q, k):
+    return scores - 0.3 * (q - k)
+
+
+# name -> (fields, arguments of the full pass and of every step)
+CASES = {
+    "GQA, RoPE, window": (
+        dict(num_gqa_groups=2, enable_rotary_pos_emb=True, enable_relative_embedding=False, window_size=(3, 0),
+             layernorm_type="rmsnorm", scale_attn_logits=True, qk_norm_type="rmsnorm", softmax_type="off_by_one"),
+        {},
+    ),
+    "relative positions, cross-attention": (
+        dict(**DECODER, use_bias=True, enable_rotary_pos_emb=True, rotary_pos_emb_group_method="alternate",
+             output_layernorm=True, apply_residual_connection_post_layernorm=True),
+        dict(encoded=ENCODED, encoder_decoder_mask=SOURCE_PADDING),
+    ),
+    "padding, bias, transposed": (
+        dict(transpose_batch_sequence=True, self_attn_mask_type="padding_causal", fuse_qkv_params=False,
+             self_attn_bias_type="pre_scale_bias", checkpoint_core_attention=True, relative_embedding=None),
+        dict(attention_mask=LEFT_PADDING, core_attention_bias=BIAS),
+    ),
+    "pairs masked, angles, score_mod": (
+        dict(self_attn_mask_type="causal_padding", enable_relative_embedding=False, score_mod=fading),
+        dict(attention_mask=PAIRS, rotary_pos_emb=ANGLES),
+    ),
+}  # fmt: skip
+
+
+def decoded(layer, params, x, chunks, **call):
+    """Outputs of the layer on x in chunks, one after the other, and the cache they leave."""
+    time = 0 if layer.transpose_batch_sequence else 1
+    full = jax.eval_shape(partial(layer.init, decode=True, **call), jax.random.key(0), x)
+    cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), full["cache"])
+
+    @jax.jit
+    def step(cache, x):
+        return layer.apply({"params": params, "cache": cache}, x, decode=True, mutable=["cache"], **call)
+
+    outs, at = [], 0
+    for n in chunks:
+        out, changed = step(cache, jax.lax.slice_in_dim(x, at, at + n, axis=time))
+        cache, at = changed["cache"], at + n
+        outs.append(out)
+    return jnp.concatenate(outs, axis=time), cache
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_and_tokens_equal_the_full_pass(case):
+    fields, call = CASES[case]
+    layer = Layer(**fields)
+    x = jnp.swapaxes(X, 0, 1) if layer.transpose_batch_sequence else X
+    call_full = dict(call)
+    if "rotary_pos_emb" in call:
+        call_full["rotary_pos_emb"] = call["rotary_pos_emb"][:S]
+    if layer.layer_type is TransformerLayerType.DECODER:
+        call["max_decode_length"] = S
+    variables = steps.randomized(steps.init(layer, x, **call_full))
+    expected = jax.jit(partial(layer.apply, **call_full))(variables, x)
+    got, cache = decoded(layer, variables["params"], x, (3,) + (1,) * (S - 3), **call)
+    testing.assert_close(got, expected, 2 * F32)
+    own = cache["self_attention" if "self_attention" in cache else "attention"]
+    groups = fields.get("num_gqa_groups", HEADS)
+    layout = {name: (a.shape, a.dtype) for name, a in own.items()}
+    shape = (B, S, groups, HIDDEN // HEADS)
+    assert layout == {
+        "cached_key": (shape, jnp.float32), "cached_value": (shape, jnp.float32), "cache_index": ((), jnp.int32)
+    }  # fmt: skip
+    assert int(own["cache_index"]) == S
+
+
+def test_making_the_cache_is_the_full_pass():
+    layer = Layer(enable_rotary_pos_emb=True)
+    variables = steps.randomized(steps.init(layer, X))
+    expected = jax.jit(layer.apply)(variables, X)
+    got, made = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))(variables, X)
+    testing.assert_close(got, expected, F32)
+    assert not any(np.asarray(a).any() for a in jax.tree.leaves(made))
+    # The whole sequence as one chunk.
+    got, _ = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))({**variables, **made}, X)
+    testing.assert_close(got, expected, F32)
+
+
+def test_past_the_end_there_are_nans_and_nothing_else_changes():
+    layer = Layer(enable_relative_embedding=False)
+    variables = steps.randomized(steps.init(layer, X))
+    expected = jax.jit(layer.apply)(variables, X)
+    longer = jnp.concatenate([X, X[:, :4]], axis=1)
+    step = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))
+    cache = layer.apply(variables, X, decode=True, mutable=["cache"])[1]
+    outs = []
+    for at in range(0, S + 4, 3):
+        out, cache = step({**variables, **cache}, longer[:, at : at + 3])
+        outs.append(out)
+    got = jnp.concatenate(outs, axis=1)
+    testing.assert_close(got[:, :S], expected, 2 * F32)
+    assert np.isnan(got[:, S:]).all()
+    assert np.isfinite(cache["cache"]["attention"]["cached_key"]).all()
+
+
+def test_bidirectional_tokens_see_what_is_there():
+    layer = Layer(self_attn_mask_type="no_mask", enable_relative_embedding=False)
+    variables = steps.randomized(steps.init(layer, X))
+    got, _ = decoded(layer, variables["params"], X, (3, 1))
+    alone = jax.jit(layer.apply)
+    testing.assert_close(got[:, :3], alone(variables, X[:, :3]), 2 * F32)
+    testing.assert_close(got[:, 3:], alone(variables, X[:, :4])[:, 3:], 2 * F32)
+
+
+def test_in_fp8_and_bf16():
+    layer = Layer(enable_rotary_pos_emb=True, enable_relative_embedding=False)
+    variables = steps.randomized(steps.init(layer, X))
+    expected = jax.jit(layer.apply)(variables, X)
+    with steps.autocast(CURRENT):
+        got, cache = decoded(layer, variables["params"], X.astype(jnp.bfloat16), (1,) * S)
+    assert got.dtype == cache["attention"]["cached_key"].dtype == jnp.bfloat16
+    testing.assert_close(got.astype(jnp.float32), expected, 0.1)  # as in test_transformer.test_fp8_is_near
+
+
+# --- Misuse ----------------------------------------------------------------------------------------------------------
+
+LENGTHS = SequenceDescriptor.from_seqlens(jnp.full(B, S))
+MISUSE = {
+    "cache not mutable": ({}, dict(), dict(mutable=False), "call apply.*mutable=\\['cache'\\]"),
+    "descriptor": (
+        dict(self_attn_mask_type="padding"), dict(sequence_descriptor=LENGTHS), {}, "expected None with a KV cache",
+    ),
+    "too many tokens": ({}, dict(x=jnp.zeros((B, S + 1, HIDDEN))), {}, "expected .2, 1 to 8 tokens, 4, 4., got"),
+    "another batch": ({}, dict(x=X[:1]), {}, "KV cache: key: expected"),
+    "mask of a token": (
+        dict(self_attn_mask_type="padding_causal"), dict(attention_mask=jnp.zeros((B, 1, 1, 5), bool)), {},
+        "mask: expected a shape that broadcasts to",
+    ),
+    "bias of other length": ({}, dict(core_attention_bias=jnp.zeros((1, HEADS, 3, S))), {}, "bias: expected a shape"),
+    "another length": ({}, dict(max_decode_length=16), {}, "max_decode_length: expected 8, .* got 16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_is_named(name):
+    fields, call, how, message = MISUSE[name]
+    layer = Layer(enable_relative_embedding=False, **fields)
+    x = call.pop("x", X[:, :1])
+    masked = dict(attention_mask=jnp.zeros((B, 1, 1, S), bool)) if "self_attn_mask_type" in fields else {}
+    variables = jax.eval_shape(partial(layer.init, decode=True, **masked), jax.random.key(0), X)
+    variables = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), variables)
+    with pytest.raises(ValueError, match=message):
+        layer.apply(variables, x, decode=True, **{"mutable": ["cache"], **call, **how})
+
+
+def test_cross_attention_has_no_cache_of_keys():
+    module = MultiHeadAttention(head_dim=4, num_attention_heads=HEADS, attn_mask_type="no_mask")
+    variables = jax.eval_shape(partial(module.init, decode=True), jax.random.key(0), X, ENCODED)
+    assert "cache" not in variables

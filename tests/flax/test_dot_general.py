@@ -1,0 +1,140 @@
+"""make_dot_general_cls, make_einsum_cls, wrap_function_in_te_state_module: FP8 inside Flax's own layers."""
+
+from functools import partial
+
+import emulated
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+import steps
+from emulated import F32
+from steps import CURRENT, DELAYED
+
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import testing
+from transformer_engine_jax.flax import STATE_COLLECTION
+
+(X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 32)))
+DENSE, BATCH = (((2,), (0,)), ((), ())), (((2,), (1,)), ((0,), (0,)))
+
+# name -> (Flax's layer, dimension numbers)
+LAYERS = {
+    "dense": (lambda **f: nn.Dense(16, **f), DENSE),
+    "dense_general": (lambda **f: nn.DenseGeneral((3, 16), **f), DENSE),
+    "batch": (lambda **f: nn.DenseGeneral(16, batch_dims=(0,), **f), BATCH),
+}
+
+
+def emulate(dims, roundings):
+    """A dot_general for Flax's layer that rounds as the states say."""
+
+    def dot_general(x, kernel, given, precision=None, **_):
+        assert tuple(tuple(map(tuple, pair)) for pair in given) == dims
+        x, kernel = emulated.straight_through(x, roundings.x), emulated.straight_through(kernel, roundings.kernel)
+        return emulated.round_gradient(jax.lax.dot_general(x, kernel, given, precision="highest"), roundings.grad)
+
+    return dot_general
+
+
+# In a batch of current scaling each product has a scale of its own: tests/ops/test_dot_general.py.
+@pytest.mark.parametrize("name, rec", [("dense", CURRENT), *[(name, DELAYED) for name in LAYERS]])
+def test_inside_flax_layers(name, rec):
+    layer, dims = LAYERS[name]
+    module = layer(dot_general_cls=te_flax.make_dot_general_cls(rec))
+    variables = steps.randomized(steps.init(module, X))
+    assert set(variables["params"]) == {"kernel", "bias"}
+    if rec.stateful:
+        assert set(variables[STATE_COLLECTION]["Fp8_dot_general_0"]) == {"gemm_x", "gemm_kernel", "gemm_grad"}
+        variables = steps.settle(module.apply, variables, X, steps=2)
+        state = variables[STATE_COLLECTION]["Fp8_dot_general_0"]
+        roundings = emulated.roundings(rec, [float(state[f"gemm_{o}"].scale) for o in ("x", "kernel", "grad")])
+    else:
+        assert set(variables) == {"params"}
+        roundings = emulated.roundings(rec)
+    y, (grads, dx) = steps.step(module.apply, variables, X)
+    plain = layer(dot_general=emulate(dims, roundings))
+    y_, (grads_, dx_) = steps.step(plain.apply, {"params": variables["params"]}, X)
+    testing.assert_close((y, dx, grads["params"]), (y_, dx_, grads_["params"]), F32)
+
+
+def test_the_recipe_may_come_from_the_context():
+    module = nn.Dense(16, dot_general_cls=te_flax.make_dot_general_cls())
+    plain = nn.Dense(16)
+    variables = steps.init(module, X)
+    assert set(variables) == {"params"}
+    testing.assert_close(module.apply(variables, X), plain.apply(variables, X), F32)
+    with steps.autocast(DELAYED):
+        variables = te_flax.init_state(module, variables, X)
+        y, (grads, _) = steps.step(module.apply, variables, X)
+    assert 0.005 < testing.relative_error(y, plain.apply({"params": variables["params"]}, X)) < 0.1
+    assert float(grads[STATE_COLLECTION]["Fp8_dot_general_0"]["gemm_x"].amax_history[1]) == float(jnp.abs(X).max())
+    # A state that the context does not want leaves the step as it came.
+    _, (grads, _) = steps.step(module.apply, variables, X)
+    testing.assert_same_bytes(grads[STATE_COLLECTION], variables[STATE_COLLECTION])
+
+
+class Heads(nn.Module):
+    """Two einsums as models write them, one of them of activations alone."""
+
+    recipe: te.recipe.Recipe | None
+
+    @nn.compact
+    def __call__(self, x):
+        einsum = te_flax.make_einsum_cls(self.recipe)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (32, 4, 8))
+        heads = einsum(name="projection")("bsd,dhk->bhsk", x, kernel, precision="highest")
+        scores = einsum(name="scores")("bhqk,bhsk->bhqs", heads, heads, preferred_element_type=jnp.float32)
+        return scores
+
+
+def test_einsum():
+    variables = steps.init(Heads(DELAYED), X)
+    assert set(variables[STATE_COLLECTION]) == {"projection", "scores"}
+    y, (grads, dx) = steps.step(Heads(DELAYED).apply, variables, X)
+
+    def plain(variables, x):
+        heads = jnp.einsum("bsd,dhk->bhsk", x, variables["params"]["kernel"], precision="highest")
+        return jnp.einsum("bhqk,bhsk->bhqs", heads, heads, precision="highest")
+
+    y_, (grads_, dx_) = steps.step(plain, variables, X)
+    # Of the scores' error each factor has two roundings of E4M3, and one of the product before.
+    bound = emulated.fp8_bound(*[jnp.float8_e4m3fn] * 6)
+    testing.assert_close(y, y_, bound)
+    gradient_bound = emulated.fp8_bound(*[jnp.float8_e4m3fn] * 4, *[jnp.float8_e5m2] * 2)
+    testing.assert_close((dx, grads["params"]), (dx_, grads_["params"]), gradient_bound)
+    assert testing.relative_error(y, y_) > 0.01
+    testing.assert_same_bytes(Heads(None).apply({"params": variables["params"]}, X), plain(variables, X))
+
+
+def test_a_function_of_two_products():
+    def gated(generate_quantizer_set, x, kernels):
+        gate = te.dense(x, kernels[0], quantizers=generate_quantizer_set("gate"))
+        up = te.dense(x, kernels[1], quantizers=generate_quantizer_set("up"))
+        return jax.nn.silu(gate) * up, gate
+
+    kernels = [jnp.asarray(a) / 6 for a in emulated.normal(1, (32, 16), (32, 16))]
+    module = te_flax.wrap_function_in_te_state_module(gated, DELAYED, "gated")()
+    variables = module.init(jax.random.key(0), X, kernels)
+    assert type(module).__name__ == "Fp8_gated"
+    assert set(variables[STATE_COLLECTION]) == {f"{n}_{o}" for n in ("gate", "up") for o in ("x", "kernel", "grad")}
+    (y, _), (grads, *_) = steps.step(module.apply, variables, X, kernels)
+    exact, _ = gated(lambda name: None, X, kernels)
+    assert 0.01 < testing.relative_error(y, exact) < 3 * emulated.fp8_bound(jnp.float8_e4m3fn, jnp.float8_e4m3fn)
+    state = grads[STATE_COLLECTION]
+    assert float(state["up_kernel"].amax_history[1]) == float(jnp.abs(kernels[1]).max())
+
+
+def test_names_for_checkpoint_policies():
+    cls = te_flax.make_dot_general_cls(DELAYED, quantization_checkpoint_name="mine")
+    module = nn.Dense(16, use_bias=False, dot_general_cls=cls)
+    variables = steps.init(module, X)
+    assert "name=mine" in str(jax.make_jaxpr(jax.grad(lambda v: module.apply(v, X).sum()))(variables))
+
+
+def test_misuse():
+    module = nn.Dense(16, dot_general_cls=te_flax.make_dot_general_cls(DELAYED))
+    variables = steps.init(module, X)
+    with pytest.raises(ValueError, match="te_flax.init_state"):
+        jax.eval_shape(partial(module.apply, {"params": variables["params"]}), X)

@@ -1,0 +1,110 @@
+"""init_state, states created where they are missing, and inference, which reads states and never updates them."""
+
+from functools import partial
+
+import emulated
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+from steps import CURRENT, DELAYED
+
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import testing
+from transformer_engine_jax.flax import STATE_COLLECTION, DenseGeneral, LayerNormMLP
+
+(X,) = (jnp.asarray(a) for a in emulated.normal(0, (8, 16)))
+MLP = LayerNormMLP(intermediate_dim=32, intermediate_dropout_rate=0.5)
+
+
+class Layers(nn.Module):
+    """Two stacked layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = lambda mlp, x, _: (x + mlp(x, deterministic=True)[0], None)
+        axes = {"params": 0, STATE_COLLECTION: 0}
+        scan = nn.scan(
+            layer,
+            variable_axes=axes,
+            split_rngs={"params": True},
+            length=2,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        return scan(LayerNormMLP(intermediate_dim=32, name="mlp"), x, None)[0]
+
+
+def layout(tree):
+    return jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
+
+
+@pytest.mark.parametrize("model", [DenseGeneral(features=16), Layers()], ids=["dense", "stacked layers"])
+def test_variables_made_outside_work_inside(model):
+    outside, inside = steps.init(model, X), steps.init(model, X, rec=DELAYED)
+    with steps.autocast(DELAYED):
+        made = te_flax.init_state(model, outside, X)
+        testing.assert_same_bytes(made[STATE_COLLECTION], inside[STATE_COLLECTION])
+        assert layout(made) == layout(inside) and made["params"] is outside["params"]
+        # Of shapes alone, as a program that sets up its shardings has them.
+        shapes = te_flax.init_state(model, jax.eval_shape(lambda: outside), jax.ShapeDtypeStruct(X.shape, X.dtype))
+        assert layout(shapes[STATE_COLLECTION]) == layout(inside[STATE_COLLECTION])
+        testing.assert_close(
+            steps.step(model.apply, made, X),
+            steps.step(model.apply, {**inside, "params": outside["params"]}, X),
+            emulated.F32,
+        )
+
+
+def test_states_that_fit_are_kept_and_others_start_anew():
+    variables = steps.init(MLP, X, rec=DELAYED, deterministic=True)
+    with steps.autocast(DELAYED):
+        settled = steps.settle(partial(MLP.apply, deterministic=True), variables, X)
+        state = dict(settled[STATE_COLLECTION])
+        lost = state.pop("gemm_2_x")
+        given = {**settled, STATE_COLLECTION: state, "other": {"a": X}}
+        made = te_flax.init_state(MLP, given, X, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    assert made["other"] is given["other"] and float(lost.scale) != 1
+    testing.assert_same_bytes({k: v for k, v in made[STATE_COLLECTION].items() if k != "gemm_2_x"}, state)
+    testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_2_x"], te.QuantizerState.create(DELAYED))
+    longer = te.recipe.DelayedScaling(amax_history_len=7)
+    with steps.autocast(longer):
+        made = te_flax.init_state(MLP, settled, X, deterministic=True)
+        testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_1_x"], te.QuantizerState.create(longer))
+        MLP.apply(made, X, deterministic=True)
+    with steps.autocast(CURRENT):
+        assert set(te_flax.init_state(MLP, settled, X, deterministic=True)) == {"params"}
+    with pytest.raises(ValueError, match="init_state: expected a call inside fp8_autocast"):
+        te_flax.init_state(MLP, settled, X)
+
+
+def test_a_mutable_collection_gets_the_state_that_is_missing():
+    model = DenseGeneral(features=16)
+    variables = steps.init(model, X)
+    with steps.autocast(DELAYED):
+        y, new = model.apply(variables, X, mutable=[STATE_COLLECTION])
+        testing.assert_same_bytes(new, {STATE_COLLECTION: steps.init(model, X, rec=DELAYED)[STATE_COLLECTION]})
+        testing.assert_same_bytes(model.apply({**variables, **new}, X), y)
+
+
+def test_inference_reads_scales_and_never_updates_them():
+    variables = steps.init(MLP, X, rec=DELAYED, deterministic=True)
+    infer = jax.jit(partial(MLP.apply, deterministic=True, mutable=[STATE_COLLECTION]))
+    with steps.autocast(DELAYED):
+        variables = steps.settle(partial(MLP.apply, deterministic=True), variables, X)
+        before = jax.device_get(variables)
+        (first, _), after = infer(variables, X)
+        infer(variables, 100 * X)  # a large batch between leaves no trace
+        (again, _), _ = infer(variables, X)
+        frozen, _ = jax.jit(partial(MLP.apply, deterministic=True))(variables, X)
+    testing.assert_same_bytes((again, frozen), (first, first))
+    testing.assert_same_bytes(after[STATE_COLLECTION], before[STATE_COLLECTION])
+    testing.assert_same_bytes(jax.device_get(variables), before)
+    # The scales are read: with others FP8 rounds elsewhere.
+    state = {**variables[STATE_COLLECTION]}
+    state["gemm_1_x"] = te.QuantizerState(np.float32(3.7), state["gemm_1_x"].amax_history, state["gemm_1_x"].uses)
+    with steps.autocast(DELAYED):
+        (other, _), _ = infer({**variables, STATE_COLLECTION: state}, X)
+    assert 1e-3 < testing.relative_error(other, first) < 0.2

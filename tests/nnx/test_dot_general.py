@@ -1,0 +1,72 @@
+"""DotGeneral and Einsum inside NNX's own layers equal their Linen counterparts."""
+
+import emulated
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+import steps
+import twins
+from flax import nnx
+from steps import DELAYED
+
+import transformer_engine_jax.flax as te_flax
+import transformer_engine_jax.nnx as te_nnx
+from transformer_engine_jax import testing
+
+(X,) = (jnp.asarray(a) for a in emulated.normal(0, (8, 32)))
+RNGS = nnx.Rngs(0)
+CLS = te_flax.make_dot_general_cls(DELAYED)
+
+LAYERS = {
+    "linear": (
+        lambda: nnx.Linear(32, 16, dot_general=te_nnx.DotGeneral(DELAYED), rngs=RNGS),
+        nn.Dense(16, dot_general_cls=CLS),
+        "dot_general",
+    ),
+    "linear general": (
+        lambda: nnx.LinearGeneral(32, (3, 16), dot_general=te_nnx.DotGeneral(DELAYED), rngs=RNGS),
+        nn.DenseGeneral((3, 16), dot_general_cls=CLS),
+        "dot_general",
+    ),
+    "einsum": (
+        lambda: nnx.Einsum("bk,kn->bn", (32, 16), (16,), einsum_op=te_nnx.Einsum(DELAYED), rngs=RNGS),
+        nn.Dense(16, dot_general_cls=CLS),
+        "einsum_op",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_inside_nnx_layers(name):
+    make, linen, attribute = LAYERS[name]
+    model = make()
+    variables = {**steps.init(linen, X), "params": te_nnx.to_linen(model)["params"]}
+    for _ in range(2):
+        y, (grads, dx) = steps.step(linen.apply, variables, X)
+        y_, (grads_, dx_) = twins.step(twins.call, model, X)
+        got, state = twins.as_linen(grads_), grads[te_flax.STATE_COLLECTION]
+        testing.assert_same_bytes(y_, y)
+        testing.assert_close((got["params"], dx_), (grads["params"], dx), emulated.F32)
+        testing.assert_same_bytes(got[te_flax.STATE_COLLECTION][attribute], state["Fp8_dot_general_0"])
+        te_nnx.update_state(model, grads_)
+        variables = {**variables, te_flax.STATE_COLLECTION: state}
+
+
+def test_without_a_recipe_and_outside_of_autocast_it_is_flax():
+    model = nnx.Linear(32, 16, dot_general=te_nnx.DotGeneral(), rngs=RNGS)
+    plain = nnx.Linear(32, 16, rngs=RNGS)
+    nnx.update(plain, nnx.state(model, nnx.Param))
+    testing.assert_close(model(X), plain(X), emulated.F32)
+    before = nnx.state(model, te_nnx.Fp8State)
+    _, (grads, _) = twins.step(twins.call, model, X)
+    testing.assert_same_bytes(twins.states_of(grads), twins.states_of(before))
+    with steps.autocast(steps.CURRENT):
+        assert 0.005 < testing.relative_error(model(X), plain(X)) < 0.1
+
+
+def test_names_for_checkpoint_policies():
+    model = nnx.Linear(32, 16, dot_general=te_nnx.DotGeneral(DELAYED, "mine"), rngs=RNGS)
+    graph, state = nnx.split(model)
+    loss = lambda state: nnx.merge(graph, state)(X).sum()
+    assert "name=mine" in str(jax.make_jaxpr(jax.grad(loss))(state))

@@ -1,0 +1,181 @@
+"""explain tells what runs: every kernel and product of a step, how often, in which precision, and where."""
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import recipe, testing
+from transformer_engine_jax.decisions import decided
+from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.ops.quantize import quantize
+
+X = jax.ShapeDtypeStruct((2, 16, 32), jnp.bfloat16)
+
+
+def rows_of(explanation, name: str):
+    return [row for row in explanation.rows if row.name == name]
+
+
+def gradients(module):
+    """(step, its abstract arguments): all gradients of a module and its next state."""
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    state, params = flax.core.pop(flax.core.meta.unbox(variables), "params")
+
+    def step(params, state, x):
+        def loss(params, state):
+            y = module.apply({"params": params, **state}, x)
+            return jnp.sum(jax.tree.leaves(y)[0].astype(jnp.float32))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(params, state)
+
+    return step, (params, state, X)
+
+
+@pytest.fixture(scope="module")
+def fp8_mlp():
+    with te.fp8_autocast(True, recipe.DelayedScaling()):
+        step, arguments = gradients(te_flax.LayerNormMLP(intermediate_dim=48))
+        return te.explain(step, *arguments, compile=True)
+
+
+def test_products_of_a_step_with_their_sizes_and_formats(fp8_mlp):
+    found = [(r.phase, *(r.sizes[a] for a in "mnk"), r.dtypes) for r in rows_of(fp8_mlp, "gemm")]
+    forward, dgrad, wgrad = "a=e4m3 b=e4m3 -> d=bf16", "a=e5m2 b=e4m3 -> d=bf16", "a=e4m3 b=e5m2 -> d=f32"
+    assert sorted(found) == sorted([
+        ("forward", 32, 48, 32, forward), ("forward", 32, 32, 48, forward),
+        ("backward", 32, 48, 32, dgrad), ("backward", 48, 32, 32, wgrad),
+        ("backward", 32, 32, 48, dgrad), ("backward", 32, 48, 32, wgrad),
+    ])  # fmt: skip
+    assert {r.options["split_accumulator"] for r in rows_of(fp8_mlp, "gemm")} == {False, True}
+
+
+def test_casts_say_where_they_are_fused(fp8_mlp):
+    (norm,) = rows_of(fp8_mlp, "layernorm_fwd")
+    assert (norm.sizes, norm.phase, norm.count) == ({"tokens": 32, "k": 32}, "forward", 1)
+    assert norm.dtypes.endswith("-> y=e4m3 y_t=e4m3 mean=f32 rstd=f32") and norm.options["epsilon"] == 1e-6
+    assert norm.bytes == 32 * 32 * (2 + 1 + 1) + 2 * 32 * 4 + 2 * 32 * 4 + 2 * 4  # x, y, y_t; vectors; scale, amax
+    (curve,) = rows_of(fp8_mlp, "activation_bwd")
+    assert curve.phase == "backward" and "dz=e5m2 dz_t=e5m2" in curve.dtypes and curve.options == {"activation": "gelu"}
+    platform = {"cpu": "C++", "gpu": "CUDA"}[jax.default_backend()]
+    assert norm.runs == f"te_layernorm_fwd in {platform}"
+    assert norm.where.endswith("LayerNormMLP") and norm.source.split(":")[0] == __file__
+
+
+def test_the_table_and_the_memory(fp8_mlp):
+    text = str(fp8_mlp)
+    assert "m=32 k=32 n=48" in text and "a=e5m2 b=e4m3 -> d=bf16" in text and "no collectives" in text
+    assert len({line.index("te_gemm in") for line in text.splitlines() if "te_gemm in" in line}) == 1  # aligned
+    assert fp8_mlp.compiled.temp_bytes > 0 and fp8_mlp.compiled.argument_bytes > 4 * 2 * 32 * 48
+
+
+def test_high_precision_products_and_references_are_told_apart():
+    w = jnp.zeros((32, 8), jnp.bfloat16)
+    (product,) = rows_of(te.explain(te.dense, X, w), "dot_general")
+    assert (product.sizes, product.runs) == ({"m": 32, "n": 8, "k": 32}, "XLA")
+    assert product.dtypes == "a=bf16 b=bf16 -> d=bf16"
+    batched = te.explain(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), jnp.zeros((3, 4, 5)), jnp.zeros((3, 6, 5)))
+    assert batched.rows[0].sizes == {"m": 4, "n": 6, "k": 5, "batch": 3}
+    with testing.reference_kernels():
+        (norm,) = te.explain(te.rmsnorm, X, jnp.ones(32)).rows
+    assert norm.runs == "plain JAX: references are asked for"
+
+
+def test_calls_are_counted_through_loops_and_recomputation():
+    def layer(x, w):
+        return te.rmsnorm(x, w)
+
+    def looped(x, ws):
+        x = jax.lax.scan(lambda x, w: (jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=3)[0], None), x, ws)[0]
+        x = jax.lax.cond(x[0, 0, 0] > 0, lambda x: layer(x, ws[0]), lambda x: x, x)
+        return jax.lax.while_loop(lambda x: x[0, 0, 0] > 1, lambda x: layer(x, ws[0]), x)
+
+    rows = te.explain(jax.jit(looped), X, jax.ShapeDtypeStruct((5, 32), jnp.float32)).rows
+    assert [(r.count, r.why) for r in rows] == [
+        (15, ""), (1, "in branch 1 of a cond"), (1, "in each turn of a while loop")
+    ]  # fmt: skip
+
+    def loss(x, w):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(layer(x, w)))(x).astype(jnp.float32))
+
+    rows = te.explain(jax.value_and_grad(loss), X, jnp.ones(32)).rows
+    assert [(r.name, r.phase) for r in rows] == [
+        ("rmsnorm_fwd", "forward"), ("rmsnorm_fwd", "recomputed"), ("rmsnorm_bwd", "backward")
+    ]  # fmt: skip
+
+
+def test_what_no_result_depends_on_is_left_out():
+    rows = te.explain(lambda x: (te.rmsnorm(x, jnp.ones(32)), x + 1)[1], X).rows
+    assert rows == ()
+
+
+def test_collectives():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+
+    def reduced(x):
+        return jax.lax.psum(quantize(x, jnp.float32(1), dtype=jnp.float8_e4m3fn).amax, "data")
+
+    shard_map = jax.shard_map(reduced, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    cast, summed = te.explain(shard_map, X).rows
+    assert cast.name == "quantize" and summed.name.startswith("psum") and summed.options == {"over": "data"}
+
+
+def test_collectives_that_the_compiler_inserts():
+    if jax.device_count() < 2:
+        pytest.skip("one device exchanges nothing")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
+    (collective,) = te.explain(lambda x: jnp.sum(x, axis=0), x, compile=True).compiled.collectives
+    assert (collective.name, collective.count, collective.bytes) == ("all-reduce", 1, 16)
+
+
+def test_attention_of_cudnn(monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # nothing is compiled: only what would run is said
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_: True)
+
+    def step(query, key):
+        attend = lambda q: te.dot_product_attention(q, key, key, options=te.Attention(scale=0.5, causal=True))
+        out, vjp = jax.vjp(attend, query)
+        return out, vjp(out)
+
+    query, key = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    forward, backward = te.explain(step, query, key).rows
+    assert [(r.phase, r.name[-3:], r.runs) for r in (forward, backward)] == [
+        ("forward", "fwd", "cuDNN"), ("backward", "bwd", "cuDNN")
+    ]  # fmt: skip
+    sizes = {"batch": 2, "queries": 128, "keys": 128, "heads": 4, "groups": 2, "size": 64}
+    assert forward.sizes == backward.sizes == sizes and forward.options["scale"] == 0.5
+
+
+def test_choices_of_an_op_and_their_reasons():
+    def attend(x):
+        with decided("attention", "reference", "cuDNN has no sinks"):
+            return jnp.sum(x @ x.T)
+
+    rows = te.explain(jax.value_and_grad(attend), jnp.ones((4, 4))).rows
+    assert [row.phase for row in rows] == ["forward", "backward", "backward"]
+    assert {row.why for row in rows} == {"attention: reference (cuDNN has no sinks)"}
+    assert not any("attention" in row.where for row in rows)
+
+
+def test_a_new_kernel_shows_up_by_itself():
+    @kernel("... k, k -> ... k")
+    def scale_columns(x, factor, *, power: int = 1) -> jax.Array:
+        return x * factor**power
+
+    def step(x, factor):
+        with testing.reference_kernels():
+            return scale_columns(x, factor, power=2)
+
+    (row,) = te.explain(step, jnp.ones((2, 3, 5)), jnp.ones(5)).rows
+    assert (row.name, row.sizes, row.options) == ("scale_columns", {"tokens": 6, "k": 5}, {"power": 2})
+    (row,) = te.explain(scale_columns, jnp.ones((2, 3)), jnp.ones(3)).rows
+    assert row.runs.startswith("nothing: te_scale_columns has no")

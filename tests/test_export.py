@@ -1,0 +1,74 @@
+"""jax.export: forward and training step stored for CPU and CUDA, read back, and run here."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import steps
+from jax import export
+from steps import CURRENT, DELAYED
+
+import transformer_engine_jax as te
+from transformer_engine_jax import testing
+from transformer_engine_jax.flax import STATE_COLLECTION, LayerNormMLP
+
+(X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 16)))
+MODULE = LayerNormMLP(intermediate_dim=32, use_bias=True, activations=("silu", "linear"))
+
+
+def forward(variables, x):
+    return MODULE.apply(variables, x)[0]
+
+
+def train(variables, x):
+    """A step of SGD: the loss, and the variables after it, FP8 states among them."""
+    loss, grads = jax.value_and_grad(lambda v: jnp.mean((forward(v, x) - jnp.sin(x)) ** 2))(variables)
+    params = optax.apply_updates(variables["params"], jax.tree.map(lambda g: -0.1 * g, grads["params"]))
+    return loss, {**variables, **{k: g for k, g in grads.items() if k == STATE_COLLECTION}, "params": params}
+
+
+def stored(f, platforms, *args) -> export.Exported:
+    made = export.export(jax.jit(f), platforms=platforms, disabled_checks=te.export_checks())(*args)
+    return export.deserialize(made.serialize())
+
+
+@pytest.mark.parametrize("f", [forward, train])
+@pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_is_stored_for_cpu_and_cuda_and_runs_here(f, rec):
+    variables = steps.randomized(steps.init(MODULE, X, rec=rec))
+    with steps.autocast(rec):
+        read = stored(f, ["cpu", "cuda"], variables, X)
+        expected = jax.jit(f)(variables, X)
+    assert read.platforms == ("cpu", "cuda") and "te_gemm" in read.mlir_module()
+    # What was stored is the step in FP8: the context is not needed any more.
+    testing.assert_close(jax.jit(read.call)(variables, X), expected, emulated.FLIP)
+    assert read.mlir_module().count("@te_gemm") % (2 if f is forward else 6) == 0
+
+
+def test_is_stored_for_a_machine_that_is_not_here():
+    variables = steps.init(MODULE, X, rec=DELAYED)
+    with steps.autocast(DELAYED):
+        read = stored(train, ["cuda"], variables, X)
+    assert read.platforms == ("cuda",) and read.mlir_module().count("@te_gemm") == 6
+    if testing.platforms() == ["cpu"]:
+        with pytest.raises(ValueError, match="cuda"):
+            read.call(variables, X)
+
+
+def test_explicit_state():
+    state = te.GemmState.create(DELAYED)
+    kernel = jnp.ones((16, 32))
+
+    def step(x, state):
+        f = lambda s: te.fp8_dot_general(x, kernel, (((1,), (0,)), ((), ())), s, recipe=DELAYED).sum()
+        return jax.value_and_grad(f)(state)
+
+    read = stored(step, ["cpu"], X[0], state)
+    testing.assert_close(read.call(X[0], state), jax.jit(step)(X[0], state), emulated.F32)
+
+
+def test_without_the_checks_jax_says_which_handlers():
+    variables = steps.init(MODULE, X, rec=DELAYED)
+    with steps.autocast(DELAYED), pytest.raises(ValueError, match="te_"):
+        export.export(jax.jit(forward), platforms=["cpu"])(variables, X)

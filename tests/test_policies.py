@@ -1,0 +1,108 @@
+"""Checkpoint policies: which kernels a rematerialised gradient runs again, and that the gradient stays the same."""
+
+import re
+from collections import Counter
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import pytest
+import steps
+from flax import linen as nn
+from steps import CURRENT, DELAYED
+
+from transformer_engine_jax import policies, testing
+from transformer_engine_jax.flax import DenseGeneral, LayerNormDenseGeneral, LayerNormMLP
+
+named = jax.checkpoint_policies.save_only_these_names
+both = jax.checkpoint_policies.save_from_both_policies
+QUANTIZING = ("quantize", "layernorm_fwd", "activation_fwd")
+
+(X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 16)))
+NAME = dict(quantization_checkpoint_name="quantized")
+MODULES = {
+    "dense": DenseGeneral(features=16, **NAME),
+    "layernorm dense": LayerNormDenseGeneral(features=16, **NAME),
+    "mlp": LayerNormMLP(intermediate_dim=32, **NAME),
+}
+
+
+def kernels(f, variables) -> Counter:
+    """How often the gradient of f's loss runs each kernel."""
+    jaxpr = jax.make_jaxpr(jax.grad(lambda v: steps.loss(f(v, X))))(variables)
+    return Counter(re.findall(r"<kernel (\w+):", str(jaxpr)))
+
+
+def rerun(module, variables, policy) -> dict[str, int]:
+    """Kernels that run once more under a policy, and how often; those of the state left out."""
+    extra = kernels(jax.checkpoint(module.apply, policy=policy), variables) - kernels(module.apply, variables)
+    return {name: count for name, count in extra.items() if name in (*QUANTIZING, "gemm")}
+
+
+@pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_what_runs_twice(rec):
+    def twice(name, policy):
+        with steps.autocast(rec):
+            return rerun(MODULES[name], steps.init(MODULES[name], X, rec=rec), policy)
+
+    assert twice("dense", None) == {"quantize": 2}, "without a policy both operands are quantized again"
+    assert twice("dense", policies.quantized_saveable) == twice("dense", named("quantized")) == {}
+    assert twice("layernorm dense", named("quantized")) == {}
+    once_more = {} if rec is DELAYED else {"layernorm_fwd": 1}  # it makes no FP8 there, and is cheap
+    assert twice("layernorm dense", policies.quantized_saveable) == once_more
+    nothing = twice("mlp", None)
+    assert nothing["gemm"] == 1 and nothing["layernorm_fwd"] == nothing["activation_fwd"] == 1
+    assert twice("mlp", jax.checkpoint_policies.dots_saveable) == nothing, "JAX's own does not see our products"
+    assert twice("mlp", policies.gemms_saveable) == {k: n for k, n in nothing.items() if k != "gemm"}
+    assert twice("mlp", policies.gemms_with_no_batch_dims_saveable) == twice("mlp", policies.gemms_saveable)
+    assert twice("mlp", policies.quantized_saveable) == {"gemm": 1, **once_more}
+    assert twice("mlp", both(policies.gemms_saveable, policies.quantized_saveable)) == once_more
+    assert twice("mlp", named("quantized", "ffn1")) == {}
+
+
+def test_products_of_jax_are_seen_too():
+    def scores(q, k, w):
+        return jnp.tanh(jnp.einsum("bqd,bkd->bqk", q @ w, k))
+
+    w = jnp.ones((16, 16))
+
+    def dots(policy):
+        f = jax.checkpoint(lambda w: scores(X, X, w).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(f))(w)).count("dot_general[")
+
+    everything, nothing = dots(jax.checkpoint_policies.everything_saveable), dots(None)
+    assert dots(policies.gemms_saveable) == everything < nothing
+    assert everything <= dots(policies.gemms_with_no_batch_dims_saveable) < nothing
+    assert dots(policies.quantized_saveable) == nothing
+
+
+class Stack(nn.Module):
+    """Two layers in a scan, rematerialised."""
+
+    policy: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, "_overwrite_with_gradient": 0}
+        mlp = nn.remat(LayerNormMLP, policy=self.policy, prevent_cse=False)
+        layer = nn.scan(
+            lambda m, x, _: (x + m(x)[0], None),
+            variable_axes=axes,
+            split_rngs={"params": True},
+            length=2,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        return layer(mlp(intermediate_dim=32, name="mlp", **NAME), x, None)[0]
+
+
+def test_gradients_and_states_are_those_without_a_policy():
+    variables = steps.randomized(steps.init(Stack(), X, rec=DELAYED))
+    with steps.autocast(DELAYED):
+        variables = steps.settle(Stack().apply, variables, X)  # now each tensor reaches its format's largest value
+        expected = steps.step(Stack().apply, variables, X)
+        everything = jax.checkpoint_policies.everything_saveable
+        for policy in (policies.gemms_saveable, policies.quantized_saveable, named("quantized", "ffn1"), everything):
+            testing.assert_close(steps.step(Stack(policy).apply, variables, X), expected, 1e-6)
+        count = partial(kernels, variables=variables)
+        assert count(Stack(policies.quantized_saveable).apply)["quantize"] < count(Stack().apply)["quantize"]

@@ -1,0 +1,353 @@
+"""explain: which kernels, products and collectives a function runs, in which precision and why, as a table.
+
+All is read off the function's jaxpr, where a kernel's primitive carries its declaration and attributes; so a new kernel
+shows up here by itself. What only the compiler knows (collectives it inserts, memory) is read off the compiled program.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.interpreters import partial_eval
+
+from transformer_engine_jax.decisions import is_decision
+from transformer_engine_jax.handlers import HANDLERS
+from transformer_engine_jax.kernel import kernel_p
+
+COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
+_PACKAGE = str(pathlib.Path(__file__).parent)
+
+
+# --- What is found ---------------------------------------------------------------------------------------------------
+
+
+class Buffer(NamedTuple):
+    """An array that goes into or comes out of a row's call."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One place of the program that calls a kernel, multiplies matrices, or exchanges data between devices."""
+
+    name: str  # of the kernel or primitive
+    count: int  # calls a step: trip counts of scans multiplied
+    sizes: dict[str, int]  # by the axes of the kernel's rule, groups of axes as one; m, n, k and batch of a product
+    operands: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    options: dict[str, Any]  # static attributes: switches, and values other than the default
+    runs: str  # what computes it on this platform
+    why: str  # what else is to know: choices that an op made, and conditions
+    phase: str  # "forward", "backward" or "recomputed" (in the backward pass of a rematerialised block)
+    where: str  # modules and scopes around it
+    source: str  # the caller's file and line
+
+    @property
+    def bytes(self) -> int:
+        """Of operands and results, each once, a call; on one device inside a shard_map."""
+        return sum(buffer.bytes for buffer in self.operands + self.results)
+
+    @property
+    def dtypes(self) -> str:
+        """`a=e4m3 b=e5m2 -> d=bf16`, scalars left out."""
+        sides = (" ".join(f"{b.name}={_short(b.dtype)}" for b in s if b.shape) for s in (self.operands, self.results))
+        return " -> ".join(sides)
+
+
+class Collective(NamedTuple):
+    """A kind of collective in the compiled program; one inside a loop counts once."""
+
+    name: str
+    count: int
+    bytes: int  # of all results
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiled program of one device needs."""
+
+    temp_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    collectives: tuple[Collective, ...]
+
+    def __str__(self) -> str:
+        sizes = f"compiled: {_size(self.temp_bytes)} temp, {_size(self.argument_bytes)} arguments, "
+        lines = [sizes + f"{_size(self.output_bytes)} results"]
+        lines += [f"  {c.count} x {c.name}, {_size(c.bytes)} of results" for c in self.collectives]
+        return "\n".join(lines if self.collectives else [*lines, "  no collectives"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str` gives a table, in which places that differ in `where` alone share a line."""
+
+    platform: str
+    rows: tuple[Row, ...]
+    compiled: Compiled | None
+
+    def __str__(self) -> str:
+        places: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
+        for row in self.rows:
+            sizes = " ".join(f"{k}={v}" for k, v in row.sizes.items())
+            options = " ".join(f"{k}={_value(v)}" for k, v in row.options.items())
+            key = row.phase, row.name, sizes, row.dtypes, options, _size(row.bytes), _reason(row)
+            places[key].append(row)
+        lines = [("calls", "phase", "kernel", "sizes", "dtypes", "options", "bytes", "runs as", "where")]
+        for key, rows in places.items():
+            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            where = rows[0].where or rows[0].source
+            lines.append((str(sum(row.count for row in rows)), *key, where + more))
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines]
+        return "\n".join([f"on {self.platform}:", *table, *([str(self.compiled)] if self.compiled else [])])
+
+
+def _reason(row: Row) -> str:
+    return f"{row.runs}; {row.why}" if row.why else row.runs
+
+
+def _short(dtype: np.dtype) -> str:
+    """bf16 of bfloat16, e4m3 of float8_e4m3fn, s32 of int32."""
+    name = re.sub(r"^float8_(e\dm\d).*", r"\1", np.dtype(dtype).name)
+    return re.sub(r"^(b?f|u?i)(?:loat|nt)(\d+)$", r"\1\2", name)
+
+
+def _value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _size(bytes_: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if bytes_ >= size:
+            return f"{bytes_ / size:.1f} {unit}"
+    return f"{bytes_} B"
+
+
+# --- Walking the jaxpr -----------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Where the walk is: how often this jaxpr runs, under which condition, inside which scopes."""
+
+    platform: str
+    count: int
+    condition: str
+    scopes: source_info_util.NameStack
+
+
+def _walk(jaxpr: Jaxpr, place: _Place) -> Iterator[Row]:
+    for eqn in jaxpr.eqns:
+        here = place._replace(scopes=place.scopes + eqn.source_info.name_stack)
+        describe = _DESCRIBED.get(eqn.primitive.name)
+        if describe is not None:
+            yield describe(eqn, here)
+            continue
+        name = eqn.primitive.name
+        for i, inner in enumerate(jaxprs_in_params(eqn.params)):
+            inside = here
+            if name == "scan":
+                inside = here._replace(count=here.count * eqn.params["length"])
+            elif name == "while":
+                inside = here._replace(condition="in each turn of a while loop")
+            elif name == "cond":
+                inside = here._replace(condition=f"in branch {i} of a cond")
+            yield from _walk(inner, inside)
+
+
+def _row(eqn: JaxprEqn, place: _Place, *, operands=None, results=None, why="", **fields) -> Row:
+    names = operands or [f"x{i}" for i in range(len(eqn.invars))]
+    result_names = results or [f"y{i}" for i in range(len(eqn.outvars))]
+    scopes = _scopes(place.scopes)
+    decisions = [name for name in scopes if is_decision(name)]
+    return Row(
+        count=place.count,
+        operands=_buffers(names, eqn.invars),
+        results=_buffers(result_names, eqn.outvars),
+        why=", ".join(filter(None, (why, *decisions, place.condition))),
+        phase=_phase(place.scopes),
+        where="/".join(name for name in scopes if name not in (*_MARKS, *decisions)),
+        source=_source(eqn),
+        **fields,
+    )
+
+
+def _buffers(names, variables) -> tuple[Buffer, ...]:
+    shaped = [(name, v.aval) for name, v in zip(names, variables) if 0 not in getattr(v.aval, "shape", (0,))]
+    return tuple(Buffer(name, tuple(aval.shape), np.dtype(aval.dtype)) for name, aval in shaped)
+
+
+_MARKS = ("checkpoint", "rematted_computation")
+
+
+def _scopes(stack: source_info_util.NameStack) -> list[str]:
+    return [part.name for part in stack.stack if type(part).__name__ == "Scope"]
+
+
+def _phase(stack: source_info_util.NameStack) -> str:
+    if "rematted_computation" in _scopes(stack):
+        return "recomputed"
+    transforms = [part.name for part in stack.stack if type(part).__name__ == "Transform"]
+    return "backward" if "transpose" in transforms else "forward"
+
+
+def _source(eqn: JaxprEqn) -> str:
+    """The innermost line outside this package."""
+    frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines())
+    outside = [frame for frame in frames if not frame.startswith(_PACKAGE)]
+    return re.sub(r"^(.*?:\d+).*", r"\1", outside[0]) if outside else "unknown"
+
+
+# --- What is described: kernels, products, attention of cuDNN, collectives -------------------------------------------
+
+
+def _kernel(eqn: JaxprEqn, place: _Place) -> Row:
+    call = eqn.params["call"]
+    operands = [v.aval for v in eqn.invars]
+    given = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
+    shapes = call.result_shapes(operands)
+    return _row(
+        eqn,
+        place,
+        name=call.kernel.name,
+        sizes=_axis_sizes(call.axes(operands), operands),
+        operands=given,
+        results=[name for name, shape in zip(call.kernel.result_names, shapes) if shape is not None],
+        options=_options(call),
+        runs=_handler(call, place.platform),
+    )
+
+
+def _options(call) -> dict[str, Any]:
+    """What does not show in the results' buffers already."""
+    defaults, seen = call.kernel.attribute_defaults, (*call.kernel.result_names, "dtype")
+    return {k: v for k, v in call.attributes if k not in seen and (isinstance(v, bool) or v != defaults[k])}
+
+
+def _axis_sizes(axes, operands) -> dict[str, int]:
+    """The sizes of a rule's axes, the axes of a group multiplied; `...` is tokens."""
+    by_name: dict[str, int] = {}
+    for names, operand in zip([n for n in axes.operands if n is not None], operands):
+        by_name |= dict(zip(names, operand.shape))
+    groups: dict[str, int] = {}
+    for name, size in by_name.items():
+        group = "tokens" if re.fullmatch(r"t\d+", name) else name[0]
+        groups[group] = groups.get(group, 1) * size
+    return groups
+
+
+def _handler(call, platform: str) -> str:
+    """What runs a kernel on a platform."""
+    target, language = f"te_{call.kernel.name}", {"cpu": "C++", "gpu": "CUDA"}.get(platform)
+    if call.reference:
+        return "plain JAX: references are asked for"
+    if language is None:
+        return f"plain JAX: no handlers for {platform}"
+    registered = HANDLERS.get("cpu" if platform == "cpu" else "CUDA", {})
+    return f"{target} in {language}" if target in registered else f"nothing: {target} has no {language} handler here"
+
+
+def _product(eqn: JaxprEqn, place: _Place) -> Row:
+    a, b = (v.aval.shape for v in eqn.invars)
+    (a_k, b_k), (a_batch, b_batch) = eqn.params["dimension_numbers"]
+    free = lambda shape, *used: prod(n for i, n in enumerate(shape) if i not in {*used[0], *used[1]})
+    sizes = {"m": free(a, a_k, a_batch), "n": free(b, b_k, b_batch), "k": prod(a[i] for i in a_k)}
+    if a_batch:
+        sizes["batch"] = prod(a[i] for i in a_batch)
+    precision = eqn.params["precision"]
+    options = {} if precision is None else {"precision": precision}
+    return _row(eqn, place, name="dot_general", sizes=sizes, operands="ab", results="d", options=options, runs="XLA")
+
+
+def _cudnn(eqn: JaxprEqn, place: _Place) -> Row:
+    (batch, queries, heads, size), (_, keys, groups, _) = (v.aval.shape for v in eqn.invars[:2])
+    sizes = {"batch": batch, "queries": queries, "keys": keys, "heads": heads, "groups": groups, "size": size}
+    names = ["query", "key", "value", *[f"x{i}" for i in range(3, len(eqn.invars))]]
+    shown = "scale", "dropout_rate", "mask_type", "sliding_window_length"
+    options = {k: v for k, v in eqn.params.items() if k in shown and v is not None}
+    name = eqn.primitive.name.removesuffix("_wrapper")
+    return _row(eqn, place, name=name, sizes=sizes, operands=names, options=options, runs="cuDNN")
+
+
+def _collective(eqn: JaxprEqn, place: _Place) -> Row:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    over = {"over": ",".join(map(str, axes)) if isinstance(axes, tuple) else str(axes)}
+    return _row(eqn, place, name=eqn.primitive.name, sizes={}, options=over, runs="XLA")
+
+
+_DESCRIBED: dict[str, Callable[[JaxprEqn, _Place], Row]] = {
+    kernel_p.name: _kernel,
+    "dot_general": _product,
+    **dict.fromkeys((f"dot_product_attention_{kind}_wrapper" for kind in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")), _cudnn),
+    **dict.fromkeys(COLLECTIVES, _collective),
+}
+
+
+# --- The compiled program --------------------------------------------------------------------------------------------
+
+_HLO_COLLECTIVE = re.compile(
+    r"= (?P<result>[^=]*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+_HLO_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+
+
+def _hlo_bytes(shapes: str) -> int:
+    total = 0
+    for dtype, sizes in _HLO_SHAPE.findall(shapes):
+        bits = 8 if dtype == "pred" or dtype.startswith("f8") else int(re.search(r"\d+", dtype)[0])
+        total += prod(int(n) for n in sizes.split(",") if n) * bits // 8
+    return total
+
+
+def _compiled(program) -> Compiled:
+    found: dict[str, list[int]] = collections.defaultdict(list)
+    for match in _HLO_COLLECTIVE.finditer(program.as_text()):
+        found[match["name"]].append(_hlo_bytes(match["result"]))
+    memory = program.memory_analysis()
+    return Compiled(
+        memory.temp_size_in_bytes,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        tuple(Collective(name, len(sizes), sum(sizes)) for name, sizes in found.items()),
+    )
+
+
+# --- The public function ---------------------------------------------------------------------------------------------
+
+
+def explain(fn: Callable, *args, compile: bool = False, **kwargs) -> Explanation:
+    """What `fn(*args, **kwargs)` runs: a row for each kernel, product and collective that its results depend on.
+
+    Args:
+      fn: a function of arrays, jitted or not; traced in the contexts (autocast, mesh) in force here. For the backward
+        pass, give a function that takes gradients.
+      args, kwargs: its arguments, or jax.ShapeDtypeStructs like them; nothing is computed.
+      compile: also compile it, for the collectives that the compiler inserts and the bytes of memory.
+
+    Returns:
+      An Explanation: `print` it for a table, or read `rows` and `compiled`.
+    """
+    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
+    jaxpr = traced.jaxpr.jaxpr
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    platform = jax.default_backend()
+    start = _Place(platform, 1, "", source_info_util.new_name_stack())
+    program = _compiled(traced.lower().compile()) if compile else None
+    return Explanation(platform, tuple(_walk(live, start)), program)

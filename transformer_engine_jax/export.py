@@ -1,0 +1,30 @@
+"""What jax.export needs to know to store functions of this library."""
+
+from __future__ import annotations
+
+import json
+
+from jax import export
+
+from transformer_engine_jax.handlers import HANDLERS
+from transformer_engine_jax.quantized import GemmState, QuantizedTensor, QuantizerState
+
+
+def export_checks() -> list[export.DisabledSafetyCheck]:
+    """This library's handlers, for jax.export.export(f, platforms=["cpu", "cuda"], disabled_checks=te.export_checks()).
+
+    JAX stores only calls of functions that their authors promise to keep. What is stored with ours runs under the same
+    version of this library, on any platform it was exported for; here or on a machine that has that platform.
+    """
+    targets = {target for handlers in HANDLERS.values() for target in handlers}
+    return [export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
+
+
+for _type in (QuantizedTensor, QuantizerState):
+    export.register_pytree_node_serialization(
+        _type,
+        serialized_name=f"transformer_engine_jax.{_type.__name__}",
+        serialize_auxdata=lambda aux: json.dumps(aux).encode(),
+        deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
+    )
+export.register_namedtuple_serialization(GemmState, serialized_name="transformer_engine_jax.GemmState")

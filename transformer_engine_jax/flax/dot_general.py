@@ -1,0 +1,100 @@
+"""FP8 products inside modules that are not ours: their dot_general replaced, their parameters left to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from transformer_engine_jax.flax.base import Fp8Module
+from transformer_engine_jax.ops.dot_general import dot_general, einsum
+from transformer_engine_jax.quantized import GemmQuantizers, keep, under
+from transformer_engine_jax.recipe import Recipe
+
+
+def wrap_function_in_te_state_module(
+    f: Callable,
+    quantization_recipe: Recipe | None = None,
+    name: str | None = None,
+    quantization_checkpoint_name: str | None = None,
+) -> type[nn.Module]:
+    """A Linen module class that holds the FP8 state of the products in a function.
+
+    Args:
+      f: called as f(generate_quantizer_set, *args, **kwargs) with what the module is called with.
+        generate_quantizer_set(name="gemm") gives the quantizers of one product, for `te.dense` or `te.dot_general`, or
+        None where FP8 is off; a name for each product.
+      quantization_recipe: None means that of the autocast in force.
+      name: of the class, and so of the state among the variables; None means f's name.
+      quantization_checkpoint_name: a name that checkpoint policies see on what is quantized.
+
+    Returns:
+      The class. Its instances have no parameters; each has a state of its own, so make one for each call of f.
+    """
+
+    class StateModule(Fp8Module):
+        @nn.compact
+        def __call__(self, *args, **kwargs):
+            unused: list[Any] = []
+
+            def generate_quantizer_set(name: str = "gemm") -> GemmQuantizers | None:
+                with under(quantization_recipe):
+                    quantizers, states = self.gemm_quantizers(name, quantization_checkpoint_name)
+                unused.extend(states)
+                return quantizers
+
+            return keep(f(generate_quantizer_set, *args, **kwargs), unused)
+
+    StateModule.__name__ = StateModule.__qualname__ = f"Fp8_{name or f.__name__}"
+    return StateModule
+
+
+def make_dot_general_cls(
+    quantization_recipe: Recipe | None = None, quantization_checkpoint_name: str | None = None
+) -> type[nn.Module]:
+    """A module class for nn.Dense(dot_general_cls=...) and nn.DenseGeneral, batch axes included.
+
+    Args:
+      quantization_recipe: None means that of the autocast in force.
+      quantization_checkpoint_name: a name that checkpoint policies see on what is quantized.
+
+    Returns:
+      A class whose instances are called as jax.lax.dot_general is; each holds the state of one product.
+    """
+    return wrap_function_in_te_state_module(
+        quantized_dot_general, quantization_recipe, "dot_general", quantization_checkpoint_name
+    )
+
+
+def make_einsum_cls(
+    quantization_recipe: Recipe | None = None, quantization_checkpoint_name: str | None = None
+) -> type[nn.Module]:
+    """A module class whose instances are called as jax.numpy.einsum is, with an explicit equation of two operands.
+
+    Args:
+      quantization_recipe: None means that of the autocast in force.
+      quantization_checkpoint_name: a name that checkpoint policies see on what is quantized.
+    """
+    return wrap_function_in_te_state_module(
+        quantized_einsum, quantization_recipe, "einsum", quantization_checkpoint_name
+    )
+
+
+def quantized_dot_general(
+    generate_quantizer_set: Callable, x, kernel, dimension_numbers, *args, **options
+) -> jax.Array:
+    """dot_general with the arguments of jax.lax.dot_general."""
+    return _as_asked(dot_general(x, kernel, dimension_numbers, quantizers=generate_quantizer_set()), *args, **options)
+
+
+def quantized_einsum(generate_quantizer_set: Callable, equation: str, x, kernel, **options) -> jax.Array:
+    """einsum with the arguments of jax.numpy.einsum."""
+    return _as_asked(einsum(equation, x, kernel, quantizers=generate_quantizer_set()), **options)
+
+
+def _as_asked(y: jax.Array, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:
+    del precision  # says nothing about FP8
+    y = y if preferred_element_type is None else y.astype(preferred_element_type)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)

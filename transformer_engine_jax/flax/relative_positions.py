@@ -1,0 +1,46 @@
+"""T5's relative position biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class RelativePositionBiases(nn.Module):
+    """T5's relative position biases (Raffel et al., 2019); param `rel_embedding` [heads, num_buckets]."""
+
+    num_buckets: int
+    max_distance: int
+    num_attention_heads: int
+    embedding_init: Callable = nn.initializers.uniform(scale=1.0)
+    embedding_axes: tuple[str | None, ...] = ("heads", "relpos_buckets")
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> jax.Array:
+        """Lengths -> biases [1, heads, q_seqlen, k_seqlen]."""
+        init = nn.with_logical_partitioning(self.embedding_init, self.embedding_axes)
+        table = self.param("rel_embedding", init, (self.num_attention_heads, self.num_buckets), self.dtype)
+        # By distance first: a table [q_seqlen, k_seqlen] of buckets would be a constant of the program.
+        of_distance = jnp.take(table, self._bucket(np.arange(1 - q_seqlen, k_seqlen), bidirectional), axis=1)
+        distance = jnp.arange(k_seqlen)[None, :] - jnp.arange(q_seqlen)[:, None]
+        return jnp.take(of_distance, distance + (q_seqlen - 1), axis=1, mode="clip")[None]
+
+    def _bucket(self, distance: np.ndarray, bidirectional: bool) -> np.ndarray:
+        """Half of the buckets count small distances exactly, the others grow with their logarithm."""
+        buckets, first = self.num_buckets, np.zeros_like(distance)
+        if bidirectional:
+            buckets //= 2
+            first = np.where(distance > 0, buckets, 0)
+            distance = np.abs(distance)
+        else:
+            distance = np.maximum(-distance, 0)
+        exact = buckets // 2
+        ratio = np.log(np.maximum(distance, 1) / exact) / np.log(self.max_distance / exact)
+        far = np.minimum(exact + (ratio * (buckets - exact)).astype(np.int32), buckets - 1)
+        return first + np.where(distance < exact, distance, far)

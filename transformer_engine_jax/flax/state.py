@@ -1,0 +1,64 @@
+"""FP8 state for variables that were made without it, or for another recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.autocast import current
+from transformer_engine_jax.flax.base import STATE_COLLECTION
+from transformer_engine_jax.quantized import QuantizerState
+
+
+def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict[str, Any]:
+    """The variables with the FP8 state that the recipe of the autocast in force needs; nothing is computed.
+
+    Args:
+      model: any Linen module.
+      variables: of the model, with or without FP8 state. State that fits the recipe stays, parameters always do.
+      args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs.
+
+    Returns:
+      All collections of `variables`; the state's collection is missing where the recipe needs none.
+
+    Raises:
+      ValueError: autocast is off.
+    """
+    if current().recipe is None:
+        raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
+    rest = {name: collection for name, collection in variables.items() if name != STATE_COLLECTION}
+    given, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, x in enumerate(given) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def run(variables, values):
+        leaves = list(given)
+        for i, value in zip(arrays, values):
+            leaves[i] = value
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return model.apply(variables, *args, **kwargs, mutable=[STATE_COLLECTION])[1]
+
+    needed = jax.eval_shape(run, rest, [given[i] for i in arrays]).get(STATE_COLLECTION)
+    if not needed:
+        return rest
+    old = dict(_paths(variables.get(STATE_COLLECTION, {})))
+
+    def fresh(path, state: QuantizerState) -> QuantizerState:
+        kept = old.get(jax.tree_util.keystr(path))
+        if kept is not None and jnp.shape(kept.amax_history) == state.amax_history.shape:
+            return kept
+        ones = jnp.ones(state.scale.shape, jnp.float32)
+        return QuantizerState(ones, jnp.zeros(state.amax_history.shape, jnp.float32), ones)
+
+    return {**rest, STATE_COLLECTION: jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=_is_state)}
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, QuantizerState)
+
+
+def _paths(states: Any) -> list[tuple[str, QuantizerState]]:
+    return [(jax.tree_util.keystr(p), s) for p, s in jax.tree.leaves_with_path(states, is_leaf=_is_state)]

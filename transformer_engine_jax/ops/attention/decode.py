@@ -1,0 +1,84 @@
+"""Attention of the next tokens over a cache that holds the keys and values of the earlier ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.ops.attention.op import check_broadcast, dot_product_attention
+from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.attention.sequences import Places, visible
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens so far.
+
+    key: [B, S, G, D] and value: [B, S, G, Dv] of at most S tokens; zeros where none is written.
+    index: i32[] the number of tokens that went in.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    index: jax.Array
+
+    def append(self, key, value) -> KVCache:
+        """The cache with the next tokens' key [B, Q, G, D] and value written; what is past its end is dropped.
+
+        Raises:
+          ValueError: batch, groups or head size are not the cache's, or there are more tokens than it holds.
+        """
+        for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
+            batch, length, *heads = cached.shape
+            if new.ndim != 4 or (new.shape[0], *new.shape[2:]) != (batch, *heads) or new.shape[1] > length:
+                raise ValueError(
+                    f"KV cache: {name}: expected [{batch}, 1 to {length} tokens, {', '.join(map(str, heads))}], "
+                    f"got {list(new.shape)}"
+                )
+        places = self.index + jnp.arange(key.shape[1], dtype=jnp.int32)
+
+        def written(cached, new):
+            options = dict(mode="drop", indices_are_sorted=True, unique_indices=True)
+            return cached.at[:, places].set(new.astype(cached.dtype), **options)
+
+        return KVCache(written(self.key, key), written(self.value, value), self.index + key.shape[1])
+
+
+def decode_attention(
+    query, key, value, *, index, options: Attention, mask=None, bias=None, softmax_offset=None, dropout_key=None
+) -> jax.Array:
+    """dot_product_attention of the tokens index, .., index + Q - 1 over a cache that holds them and those before.
+
+    Args:
+      query: [B, Q, H, D].
+      key, value: [B, S, G, D] of the cache. Its tokens from index + Q on are not there yet, and hidden.
+      index: i32[] where in the cache the first query stands. Causality, window and score_mod compare places there.
+      mask, bias: as of dot_product_attention, [.., Q or 1, S]; or of all tokens, [.., S, S], whose rows are taken.
+      options, softmax_offset, dropout_key: as of dot_product_attention.
+
+    Returns:
+      [B, Q, H, Dv] in query's dtype; NaN for queries past the end of the cache.
+    """
+    q_len, k_len = query.shape[1], key.shape[1]
+    rows, tokens = index + jnp.arange(q_len, dtype=jnp.int32), jnp.arange(k_len, dtype=jnp.int32)
+    mask, bias = (_rows_of(x, rows, k_len) for x in (mask, bias))
+    mask = check_broadcast("mask", mask, query, key)
+    hidden = (tokens >= index + q_len)[None, None, None]
+    seen = visible(options, Places(rows[None]), Places(tokens[None]), hidden if mask is None else hidden | mask)
+    score_mod = options.score_mod
+    context = dot_product_attention(
+        query, key, value,
+        options=options._replace(
+            causal=False, window=None, bottom_right=False,
+            score_mod=score_mod and (lambda scores, q, k: score_mod(scores, q + index, k)),
+        ),
+        mask=~seen, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key,
+    )  # fmt: skip
+    return jnp.where((rows < k_len)[None, :, None, None], context, jnp.nan)
+
+
+def _rows_of(x, rows, k_len: int):
+    """Of a mask or bias [.., S, S] over the whole cache, the rows of the queries; others as they are."""
+    whole = x is not None and jnp.ndim(x) == 4 and x.shape[2] == k_len and len(rows) != k_len
+    return jnp.take(x, rows, axis=2, mode="clip") if whole else x

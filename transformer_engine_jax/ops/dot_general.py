@@ -1,0 +1,166 @@
+"""dot_general: jax.lax.dot_general with quantized operands, any axes contracted and batched; and its pure form."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.autocast import current
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.quantized import GemmQuantizers, GemmState, attach_gemm, keep, under
+from transformer_engine_jax.recipe import Recipe
+
+# ((contracted axes of x, of the kernel), (batch axes of x, of the kernel))
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+def dot_general(
+    x, kernel, dimension_numbers: DimensionNumbers, *, quantizers: GemmQuantizers | None = None
+) -> jax.Array:
+    """jax.lax.dot_general(x, kernel, dimension_numbers), its products in FP8.
+
+    Args:
+      x: f32, f16 or bf16.
+      kernel: any float dtype.
+      dimension_numbers: ((axes of x, axes of kernel) to contract, (axes of x, axes of kernel) that are a batch).
+      quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
+
+    Returns:
+      [batch.., free axes of x.., free axes of kernel..] in x's dtype. A batch of products is computed one by one; a
+      recipe that takes scales from the tensor itself gives each of them its own.
+
+    Raises:
+      ValueError: the axes are not distinct ones of x and kernel, or their sizes differ.
+    """
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    (x_k, kernel_k), (x_batch, kernel_batch) = _checked(x, kernel, dimension_numbers)
+    x_free = [a for a in range(x.ndim) if a not in (*x_k, *x_batch)]
+    kernel_free = [a for a in range(kernel.ndim) if a not in (*kernel_k, *kernel_batch)]
+    batch, columns = [x.shape[a] for a in x_batch], [kernel.shape[a] for a in kernel_free]
+    rows, k = [x.shape[a] for a in x_free], [x.shape[a] for a in x_k]
+    # The op wants something to contract and a column; where there is none it gets an axis of one.
+    a = x.transpose(*x_batch, *x_free, *x_k).reshape(math.prod(batch), *rows, *(k or [1]))
+    b = kernel.transpose(*kernel_batch, *kernel_k, *kernel_free).reshape(
+        math.prod(batch), *(k or [1]), *(columns or [1])
+    )
+
+    def product(a, b):
+        return dense(a, b, k_axes=len(k or [1]), quantizers=quantizers)
+
+    y = jax.vmap(product)(a, b) if batch else product(a[0], b[0])
+    return y.reshape(*batch, *rows, *columns)
+
+
+def _checked(x, kernel, dimension_numbers) -> DimensionNumbers:
+    """The dimension numbers with their axes counted from the front."""
+    try:
+        contracted, batch = [tuple(map(tuple, pair)) for pair in dimension_numbers]
+        (x_k, kernel_k), (x_batch, kernel_batch) = contracted, batch
+    except (TypeError, ValueError):
+        raise ValueError(
+            "dot_general: dimension_numbers: expected ((axes of x, axes of kernel) to contract, (axes of x, axes of "
+            f"kernel) of a batch), got {dimension_numbers!r}"
+        ) from None
+    out = []
+    for name, array, axes in (("x", x, (x_k, x_batch)), ("kernel", kernel, (kernel_k, kernel_batch))):
+        flat = [a + array.ndim if a < 0 else a for side in axes for a in side]
+        if len(set(flat)) != len(flat) or not all(0 <= a < array.ndim for a in flat):
+            raise ValueError(
+                f"dot_general: dimension_numbers: expected distinct axes of {name}{list(array.shape)}, "
+                f"got {axes[0]} to contract and {axes[1]} as a batch"
+            )
+        out.append((tuple(flat[: len(axes[0])]), tuple(flat[len(axes[0]) :])))
+    pairs = tuple(zip(*out))
+    for what, (x_axes, kernel_axes) in zip(("contracted", "batch"), pairs):
+        sizes = [tuple(array.shape[a] for a in axes) for array, axes in ((x, x_axes), (kernel, kernel_axes))]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"dot_general: {what} axes: expected the same sizes, got {sizes[0]} of x{list(x.shape)} and {sizes[1]} "
+                f"of kernel{list(kernel.shape)}"
+            )
+    return pairs
+
+
+def einsum(equation: str, x, kernel, *, quantizers: GemmQuantizers | None = None) -> jax.Array:
+    """jax.numpy.einsum(equation, x, kernel), its products in FP8.
+
+    Args:
+      equation: such as "bsd,dhk->bshk", with its result; "..." stands for leading axes.
+      x: f32, f16 or bf16.
+      kernel: any float dtype.
+      quantizers: as in `dot_general`.
+
+    Returns:
+      The result, in x's dtype. Raises ValueError for an equation that is not one product of x and kernel.
+    """
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    x_names, kernel_names, names = _names(equation, x.ndim, kernel.ndim)
+    both = [n for n in x_names if n in kernel_names]
+    contracted, batch = [n for n in both if n not in names], [n for n in both if n in names]
+    dimension_numbers = tuple(
+        tuple([side.index(n) for n in letters] for side in (x_names, kernel_names)) for letters in (contracted, batch)
+    )
+    y = dot_general(x, kernel, dimension_numbers, quantizers=quantizers)
+    free = [n for side in (x_names, kernel_names) for n in side if n not in both]
+    return y.transpose([(batch + free).index(n) for n in names])
+
+
+def _names(equation: str, *ranks: int) -> tuple[str, str, str]:
+    """The axes of both operands and of the result, one letter each."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    terms = operands.split(",")
+    if not arrow or len(terms) != 2:
+        raise ValueError(f"einsum: equation: expected two operands and a result, such as 'bk,kn->bn', got {equation!r}")
+    leading = "".join(c for c in string.ascii_letters if c not in equation)
+    counts = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks)]
+    full = [t.replace("...", leading[-n:] if n > 0 else "") for t, n in zip(terms, counts)]
+    most = max([n for t, n in zip(terms, counts) if "..." in t], default=0)
+    result = result.replace("...", leading[-most:] if most else "")
+    for term, name, rank in zip(full, ("x", "kernel"), ranks):
+        if len(term) != rank or len(set(term)) != rank:
+            raise ValueError(
+                f"einsum: {equation!r} does not name the {rank} axes of {name}, each by a letter of its own"
+            )
+    once = set(full[0]) ^ set(full[1])
+    if len(set(result)) != len(result) or not once <= set(result) <= set(full[0]) | set(full[1]):
+        raise ValueError(
+            f"einsum: equation: expected a result with each axis that only one operand has, once, got {equation!r}"
+        )
+    return full[0], full[1], result
+
+
+def fp8_dot_general(
+    x, kernel, dimension_numbers: DimensionNumbers, state: GemmState | None = None, *, recipe: Recipe | None = None
+) -> jax.Array:
+    """`dot_general` as a pure function of its operands and their state: the gradient of `state` is the next state.
+
+    Args:
+      x, kernel, dimension_numbers: as in `dot_general`.
+      state: of GemmState.create(recipe), or the "gradient" that the step before returned for it; a recipe that keeps
+        no history needs none.
+      recipe: None means that of the autocast in force; without either the product is in x's precision, and the
+        gradient of the state is the state itself.
+
+    Returns:
+      [batch.., free axes of x.., free axes of kernel..] in x's dtype.
+
+    Raises:
+      ValueError: the axes do not fit, or the recipe needs a state and there is none, or one of another history.
+      TypeError: `state` is not a GemmState.
+    """
+    if not isinstance(state, GemmState | None):
+        raise TypeError(
+            "fp8_dot_general: state: expected a GemmState, such as GemmState.create(recipe), got "
+            f"{type(state).__name__}"
+        )
+    state = GemmState(None, None, None) if state is None else state
+    with under(recipe):
+        in_force = current().recipe
+        used = in_force is not None and in_force.stateful
+        quantizers = attach_gemm(state if used else GemmState(None, None, None))
+    y = dot_general(x, kernel, dimension_numbers, quantizers=quantizers)
+    return y if used else keep(y, state)

@@ -1,0 +1,119 @@
+"""fused_attn: `dot_product_attention` by the names of NVIDIA's extension, for queries, keys and values in one array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+)
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
+# How many of query, key and value each array of a layout holds, on an axis before the heads where more than one.
+LAYOUTS = {
+    "bshd_bshd_bshd": (1, 1, 1),
+    "bshd_bs2hd": (1, 2),
+    "bs3hd": (3,),
+    "thd_thd_thd": (1, 1, 1),
+    "thd_t2hd": (1, 2),
+    "t3hd": (3,),
+}
+
+
+def fused_attn(
+    qkv: Sequence[jax.Array],
+    *,
+    qkv_layout: str = "bshd_bshd_bshd",
+    attn_mask_type: str = "causal",
+    attn_bias_type: str = "no_bias",
+    bias=None,
+    sequence_descriptor: SequenceDescriptor | None = None,
+    scaling_factor: float | None = None,
+    softmax_type: str = "vanilla",
+    softmax_offset=None,
+    dropout_probability: float = 0.0,
+    seed=None,
+    window_size: tuple[int, int] | None = None,
+) -> jax.Array:
+    """softmax(query key^T * scaling_factor + bias) value, by head.
+
+    Args:
+      qkv: the arrays of the layout, f32, f16 or bf16: [B, S, heads, D] for each "bshd", [B, S, 2, groups, D] of key and
+        value for "bs2hd", [B, S, 3, heads, D] for "bs3hd"; the same with t for bs, rows [B, S, ..] that hold several
+        sequences.
+      qkv_layout: one of LAYOUTS.
+      attn_mask_type: one of MASK_TYPES; those with "padding" need a sequence_descriptor, and no other takes one.
+      attn_bias_type: one of BIAS_TYPES. bias: broadcastable to [B, H, Q, K], added before or after the scale.
+      sequence_descriptor: which tokens belong to which sequence.
+      scaling_factor: None means 1 / sqrt(D).
+      softmax_type: "vanilla", "off_by_one" or "learnable", which takes softmax_offset f32[H].
+      dropout_probability: of a weight; seed: a key of jax.random, None drops nothing.
+      window_size: (left, right) keys seen beside its own position, -1 for all.
+
+    Returns:
+      [B, S, H, D of value] in query's dtype; zeros for a query that sees no key.
+
+    Raises:
+      ValueError: an unknown name, arrays that are not those of the layout, or shapes that do not fit.
+    """
+    _one_of("attn_mask_type", attn_mask_type, MASK_TYPES)
+    _one_of("attn_bias_type", attn_bias_type, BIAS_TYPES)
+    padded, packed = "padding" in attn_mask_type, qkv_layout.startswith("t")
+    query, key, value = unpack(qkv, qkv_layout)
+    if (sequence_descriptor is not None) != padded or (packed and not padded):
+        raise ValueError(
+            "fused_attn: expected a sequence_descriptor with a padding mask, which packed layouts need, and only then; "
+            f"got attn_mask_type={attn_mask_type!r}, qkv_layout={qkv_layout!r} and "
+            f"{'no' if sequence_descriptor is None else 'a'} sequence_descriptor"
+        )
+    if (bias is not None) != (attn_bias_type != "no_bias"):
+        raise ValueError(
+            f"fused_attn: bias: expected {'none' if bias is not None else 'one'} with attn_bias_type={attn_bias_type!r}"
+        )
+    options = Attention(
+        scale=1.0 / float(np.sqrt(query.shape[-1])) if scaling_factor is None else float(scaling_factor),
+        causal="causal" in attn_mask_type,
+        window=None if window_size is None else tuple(window_size),
+        bias_before_scale=attn_bias_type == "pre_scale_bias",
+        dropout=float(dropout_probability),
+        bottom_right="bottom_right" in attn_mask_type,
+        softmax_type=softmax_type,
+    )
+    return dot_product_attention(
+        query, key, value,
+        options=options,
+        sequence_descriptor=sequence_descriptor,
+        bias=bias,
+        softmax_offset=softmax_offset,
+        dropout_key=seed,
+    )  # fmt: skip
+
+
+def unpack(qkv: Sequence[jax.Array], qkv_layout: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value, each [B, S, heads, D], of the arrays of a layout."""
+    _one_of("qkv_layout", qkv_layout, tuple(LAYOUTS))
+    counts, arrays = LAYOUTS[qkv_layout], [jnp.asarray(x) for x in qkv]
+    shapes = [x.shape for x in arrays]
+    fits = len(arrays) == len(counts) and all(
+        len(shape) == (4 if n == 1 else 5) and (n == 1 or shape[2] == n) for shape, n in zip(shapes, counts)
+    )
+    if not fits:
+        expected = ", ".join("[B, S, heads, D]" if n == 1 else f"[B, S, {n}, heads, D]" for n in counts)
+        raise ValueError(f"fused_attn: qkv: expected {expected} for qkv_layout={qkv_layout!r}, got {shapes}")
+    query, key, value = [part for x, n in zip(arrays, counts) for part in ([x] if n == 1 else jnp.unstack(x, axis=2))]
+    return query, key, value
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"fused_attn: {name}: expected one of {list(allowed)}, got {value!r}")
