@@ -187,6 +187,11 @@ def curve(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x * sigmoid(v), sigmoid(v) + x * sigmoid(v) * (1 - sigmoid(v)) * dv
 
 
+def curve_attributes(name: str) -> dict:
+    """Attributes of an activation; the numbers are those of clamped ones, which no other reads."""
+    return {"activation": name, "limit": np.float32(7), "alpha": np.float32(1.702), "glu_linear_offset": np.float32(1)}
+
+
 def activation_fwd(rows, cols, name="gelu", dtype=BF16, out=E4M3, y_t=True) -> Case:
     a, fp8 = 2 if name.endswith("_linear") else 1, out in FP8_MAX
 
@@ -196,7 +201,7 @@ def activation_fwd(rows, cols, name="gelu", dtype=BF16, out=E4M3, y_t=True) -> C
         return y, y.T, largest(y if fp8 else y.astype(out))
 
     results = [((rows, cols), out), fp8 and y_t and ((cols, rows), out), ((), F32)]
-    call = Call("te_activation_fwd", results, {"activation": name})
+    call = Call("te_activation_fwd", results, curve_attributes(name))
     title = f"{name}_fwd {dtype} {out}{' +y_t' if fp8 and y_t else ''}"
     return Case(title, call, [((rows, a, cols), dtype), fp8 and ((), F32)], reference, scale=1 if fp8 else None)
 
@@ -212,7 +217,7 @@ def activation_bwd(rows, cols, name="gelu", dtype=BF16, out=E5M2, dz_t=True, dbi
         return dz, dz.transpose(1, 2, 0), largest(dz if fp8 else dz.astype(out)), dz.sum(0)
 
     results = [((rows, a, cols), out), fp8 and dz_t and ((a, cols, rows), out), ((), F32), dbias and ((a, cols), F32)]
-    call = Call("te_activation_bwd", results, {"activation": name}, tile_partials(rows, a * cols) if dbias else 0)
+    call = Call("te_activation_bwd", results, curve_attributes(name), tile_partials(rows, a * cols) if dbias else 0)
     what = f"{' +dz_t' if fp8 and dz_t else ''}{' +dbias' if dbias else ''}"
     operands = [((rows, cols), dy_dtype or dtype), ((rows, a, cols), dtype), fp8 and ((), F32)]
     return Case(f"{name}_bwd {dtype} {out}{what}", call, operands, reference, scale=2 if fp8 else None)

@@ -67,8 +67,10 @@ def interleaved(
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
-def without_failures(calls: dict[str, Callable[[], Callable]]) -> tuple[dict[str, Callable], dict[str, str]]:
-    """(contenders that were made and ran once, why the others did not)."""
+def without_failures(
+    calls: dict[str, Callable[[], Callable]], peer: Callable[[str], bool]
+) -> tuple[dict[str, Callable], dict[str, str]]:
+    """(contenders that were made and ran once, why the others did not); only a `peer` may fail, ours raises."""
     ready, failed = {}, {}
     for name, make in calls.items():
         try:
@@ -76,5 +78,7 @@ def without_failures(calls: dict[str, Callable[[], Callable]]) -> tuple[dict[str
             jax.block_until_ready(call())
             ready[name] = call
         except (ImportError, RuntimeError) as error:  # not installed; no such hardware, out of memory
+            if not peer(name):
+                raise
             failed[name] = str(error).strip().splitlines()[0][:160]
     return ready, failed

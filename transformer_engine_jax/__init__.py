@@ -18,7 +18,7 @@ from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.quantize import dequantize, quantize
 from transformer_engine_jax.ops.softmax import softmax
-from transformer_engine_jax.quantized import GemmState, QuantizerState
+from transformer_engine_jax.quantized import GemmState, QuantizerState, gemm_quantizers
 from transformer_engine_jax.support import is_fp8_available
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_dot_general",
     "fused_attn",
+    "gemm_quantizers",
     "global_shard_guard",
     "is_fp8_available",
     "layernorm",

@@ -232,7 +232,14 @@ def _kernel(eqn: JaxprEqn, place: _Place) -> Row:
         results=[name for name, shape in zip(call.kernel.result_names, shapes) if shape is not None],
         options=_options(call),
         runs=_handler(call, place.platform),
+        why=_note(call, operands) if place.platform == "gpu" else "",
     )
+
+
+def _note(call, operands) -> str:
+    """What the kernel itself says of a call on CUDA."""
+    note = call.kernel.note
+    return "" if note is None or call.reference else note(*call.fill(operands), **dict(call.attributes))
 
 
 def _options(call) -> dict[str, Any]:

@@ -96,11 +96,12 @@ def _name_axes(kernel: Kernel, attributes: Mapping[str, Any], ranks: Sequence[in
 class Kernel:
     """A declared kernel: called like its reference, it runs the platform's FFI handler ``te_<name>``."""
 
-    def __init__(self, reference: Callable, rule: str, whole, reduce, once, workspace):
+    def __init__(self, reference: Callable, rule: str, whole, reduce, once, workspace, note):
         functools.update_wrapper(self, reference)
         self.reference, self.rule, self.name = reference, rule, reference.__name__
         self.operands, self.results = _parse(rule)
         self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
+        self.note = note
         parameters = inspect.signature(reference).parameters.values()
         self.operand_names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.attribute_defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -141,6 +142,7 @@ def kernel(
     reduce: Mapping[str, str] | None = None,
     once: Sequence[str] = (),
     workspace: Callable[..., int] | None = None,
+    note: Callable[..., str] | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Declares a kernel by its reference.
 
@@ -151,8 +153,9 @@ def kernel(
       once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
       workspace: bytes of scratch memory the CUDA handler takes as its last result, from the operands
         (objects with shape and dtype, or None) and the attributes.
+      note: what `explain` says of a call on CUDA, from the same; "" where there is nothing to say.
     """
-    return lambda reference: Kernel(reference, rule, whole, reduce or {}, once, workspace)
+    return lambda reference: Kernel(reference, rule, whole, reduce or {}, once, workspace, note)
 
 
 class _Call(NamedTuple):

@@ -77,10 +77,9 @@ def update(state: QuantizerState, reports: jax.Array, recipe: DelayedScaling, dt
     """The state after a step that observed the amaxes of `reports`, f32[bins]."""
     if _has_own_algorithm(recipe):
         history = state.amax_history.at[0].set(read(reports))
-        scale, history = delayed_scale(recipe, history, state.scale, dtype), jnp.roll(history, 1)
-    else:
-        scale, history = update_state(reports, state.scale, state.amax_history, **_arithmetic(recipe, dtype))
-    return QuantizerState(scale, history, jnp.ones_like(scale))
+        scale = delayed_scale(recipe, history, state.scale, dtype)
+        return QuantizerState(scale, jnp.roll(history, 1), jnp.ones_like(scale))
+    return QuantizerState(*update_state(reports, state.scale, state.amax_history, **_arithmetic(recipe, dtype)))
 
 
 def mend(state: QuantizerState, recipe: DelayedScaling, dtype) -> tuple[QuantizerState, jax.Array]:
@@ -133,7 +132,9 @@ class GemmQuantizers(NamedTuple):
 
 def _attach_forward(spec: QuantizerSpec, state: QuantizerState):
     state, scale_inv = mend(state, spec.recipe, spec.dtype)
-    return (state.scale, scale_inv, jnp.zeros((BINS,), jnp.float32)), state
+    # Zeros that vmap takes for as many as there are states: it adds up the reports to what states have in common.
+    zero = jax.lax.select(state.scale > 0, jnp.float32(0), jnp.float32(0))
+    return (state.scale, scale_inv, jnp.broadcast_to(zero, (BINS,))), state
 
 
 def _attach_backward(spec: QuantizerSpec, state: QuantizerState, cotangent):
@@ -182,7 +183,9 @@ def attach(state: QuantizerState | None, spec: QuantizerSpec) -> Quantizer:
     if not spec.recipe.stateful:
         return Quantizer(None, None, None, spec)
     if state is None:
-        raise ValueError(f"attach: {type(spec.recipe).__name__} needs a QuantizerState, got None")
+        raise ValueError(
+            f"attach: {type(spec.recipe).__name__} needs a QuantizerState, got None; GemmState.create() makes them"
+        )
     length = (spec.recipe.amax_history_len,)
     if jnp.shape(state.amax_history) != length or jnp.shape(state.scale) != ():
         raise ValueError(
@@ -193,20 +196,35 @@ def attach(state: QuantizerState | None, spec: QuantizerSpec) -> Quantizer:
     return _attach_once(spec, state)
 
 
-def attach_gemm(
-    states: GemmState = GemmState(None, None, None), checkpoint_name: str | None = None
-) -> GemmQuantizers | None:
-    """This step's Quantizers of one GEMM under the context in force; None where autocast is off."""
-    if current().recipe is None:
-        return None
-    forward = quantizer_spec(checkpoint_name=checkpoint_name)
-    backward = quantizer_spec(backward=True, checkpoint_name=checkpoint_name)
-    return GemmQuantizers(attach(states.x, forward), attach(states.kernel, forward), attach(states.grad, backward))
-
-
 def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
     """The context in force, with this recipe where one is given."""
     return contextlib.nullcontext() if recipe is None else autocast(True, recipe, amax_axes=current().amax_axes)
+
+
+def gemm_quantizers(
+    state: GemmState | None = None, recipe: Recipe | None = None, *, checkpoint_name: str | None = None
+) -> GemmQuantizers | None:
+    """This step's quantizers of one GEMM, what ops such as `dense` take; the gradient of `state` is the next state.
+
+    Args:
+      state: of GemmState.create(recipe), or the "gradient" that the step before returned for it; a recipe that keeps
+        no history ignores it, and its gradient is then zero, which the next step takes for a new state.
+      recipe: None means that of the autocast in force.
+      checkpoint_name: a name that checkpoint policies see on what is quantized.
+
+    Returns:
+      The quantizers, or None where neither names a recipe: ops then compute in their operands' precision.
+
+    Raises:
+      ValueError: the recipe needs a state and there is none, or its history has another length.
+    """
+    with under(recipe):
+        if current().recipe is None:
+            return None
+        state = GemmState(None, None, None) if state is None else state
+        forward = quantizer_spec(checkpoint_name=checkpoint_name)
+        backward = quantizer_spec(backward=True, checkpoint_name=checkpoint_name)
+        return GemmQuantizers(attach(state.x, forward), attach(state.kernel, forward), attach(state.grad, backward))
 
 
 def _keep_forward(_, y, states):

@@ -5,8 +5,9 @@
 
 namespace te {
 
-ffi::Error UpdateState(In reports, In scale, In history, Out scale_out, Out history_out, StateAttributes attributes) {
-  const Check check = check_update(reports, scale, history, scale_out, history_out);
+ffi::Error UpdateState(In reports, In scale, In history, Out scale_out, Out history_out, Out uses,
+                       StateAttributes attributes) {
+  const Check check = check_update(reports, scale, history, scale_out, history_out, uses);
   if (check.failed()) return check.error();
   const Matrix r = matrix(reports, 1), h = matrix(history, 1);
   for (int64_t state = 0; state < h.rows; ++state) {
@@ -24,6 +25,7 @@ ffi::Error UpdateState(In reports, In scale, In history, Out scale_out, Out hist
     }
     next[newest_of(h.cols)] = amax;
     scale_out->typed_data<float>()[state] = next_scale(window, scale.typed_data<float>()[state], attributes);
+    uses->typed_data<float>()[state] = 1.f;
   }
   return ffi::Error::Success();
 }

@@ -21,7 +21,7 @@ __device__ __forceinline__ float largest_of_block(float value) {
 
 __global__ void __launch_bounds__(kThreads)
     update_states(const float* reports, int bins, const float* scale, const float* history, int64_t length,
-                  StateAttributes a, float* scale_out, float* history_out) {
+                  StateAttributes a, float* scale_out, float* history_out, float* uses) {
   const int64_t state = blockIdx.x;
   history += state * length, history_out += state * length;
   const float old_scale = scale[state];
@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x) return;
   history_out[1 % length] = amax;
   scale_out[state] = next_scale(a.most_recent ? amax : larger(amax, others), old_scale, a);
+  uses[state] = 1.f;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -68,15 +69,15 @@ __global__ void current_scales(const float* amax, CurrentScaleAttributes a, floa
 
 }  // namespace
 
-ffi::Error UpdateState(cudaStream_t stream, In reports, In scale, In history, Out scale_out, Out history_out,
+ffi::Error UpdateState(cudaStream_t stream, In reports, In scale, In history, Out scale_out, Out history_out, Out uses,
                        StateAttributes attributes) {
-  const Check check = check_update(reports, scale, history, scale_out, history_out);
+  const Check check = check_update(reports, scale, history, scale_out, history_out, uses);
   if (check.failed()) return check.error();
   const Matrix r = matrix(reports, 1), h = matrix(history, 1);
   if (h.rows == 0) return ffi::Error::Success();
   update_states<<<static_cast<unsigned>(h.rows), kThreads, 0, stream>>>(
       r.as<float>(), static_cast<int>(r.cols), scale.typed_data<float>(), h.as<float>(), h.cols, attributes,
-      scale_out->typed_data<float>(), history_out->typed_data<float>());
+      scale_out->typed_data<float>(), history_out->typed_data<float>(), uses->typed_data<float>());
   TE_CUDA_CHECK(cudaGetLastError());
   return ffi::Error::Success();
 }

@@ -2,7 +2,8 @@
 // and CUDA, so that both give the same bits (XLA's division on GPUs is not correctly rounded). Any leading axes are so
 // many states.
 //
-//   te_update_state: reports f32[.., bins], scale f32[..], history f32[.., H] -> scale f32[..], history f32[.., H]
+//   te_update_state: reports f32[.., bins], scale f32[..], history f32[.., H]
+//                      -> scale f32[..], history f32[.., H], uses f32[..], all 1 (a constant would be copied)
 //   te_mend_state:   scale f32[..], history f32[.., H], uses f32[..]
 //                      -> scale f32[..], scale_inv f32[..], history f32[.., H]
 //   te_current_scale: amax f32[..] -> scale f32[..], scale_inv f32[..]
@@ -102,9 +103,11 @@ inline Check check_states(const char* op, const In& scale, const In& history, Ou
   return check.dtype("history_out", *history_out, DType::F32).size("history_out", *history_out, h.rows, h.cols);
 }
 
-inline Check check_update(const In& reports, const In& scale, const In& history, Out& scale_out, Out& history_out) {
+inline Check check_update(const In& reports, const In& scale, const In& history, Out& scale_out, Out& history_out,
+                          Out& uses) {
   Check check = check_states("te_update_state", scale, history, scale_out, history_out);
   check.dtype("reports", reports, DType::F32).axes("reports", reports, 1);
+  check.dtype("uses", *uses, DType::F32).size("uses", *uses, states_of(scale), 1);
   if (check.failed()) return check;
   return check.that(matrix(reports, 1).rows == states_of(scale), "reports", "one row for each state",
                     describe(reports));

@@ -335,6 +335,14 @@ def test_misuse_is_named(fields, call, message):
         jax.eval_shape(partial(MHA(**fields).init, **call), jax.random.key(0), X)
 
 
+@pytest.mark.parametrize("inputs, message", [((X[0],), "inputs_q: expected .B, S, features., got .16, 64."),
+                                             ((X, Y[0]), "inputs_kv: expected .B, S, features., got .16, 64."),
+                                             ((X, Y[:1]), "must agree in batch")])  # fmt: skip
+def test_wrong_inputs_are_named(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(MHA().init, jax.random.key(0), *inputs)
+
+
 def test_checkpoint_names():
     module = MHA()
     variables = steps.init(module, X)

@@ -202,6 +202,33 @@ def test_scan_and_remat_over_layers_are_the_loop():
             stacked = {**stacked, STATE_COLLECTION: grads_[STATE_COLLECTION]}
 
 
+class Experts(nn.Module):
+    """Two copies of a block, each with its own parameters, state and share of the input."""
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, STATE_COLLECTION: 0}
+        metadata = {nn.PARTITION_NAME: "experts"}
+        experts = nn.vmap(LayerNormMLP, variable_axes=axes, split_rngs={"params": True}, metadata_params=metadata)
+        return experts(intermediate_dim=32, name="experts")(x)[0]
+
+
+def test_vmap_of_a_module_is_one_by_one():
+    x = jnp.stack([X, 3 * X2])
+    variables = steps.randomized(steps.init(Experts(), x, rec=DELAYED))
+    assert variables[STATE_COLLECTION]["experts"]["gemm_1_x"].amax_history.shape == (2, 4)
+    one = LayerNormMLP(intermediate_dim=32)
+    with steps.autocast(DELAYED):
+        y, (grads, dx) = steps.step(Experts().apply, variables, x)
+        for i in range(2):
+            mine = {c: jax.tree.map(lambda a, i=i: a[i], v["experts"]) for c, v in variables.items()}
+            weights = steps.weights(0, x.shape)[i]
+            y_, vjp = jax.vjp(lambda v, x: one.apply(v, x)[0], mine, x[i])
+            grads_, dx_ = vjp(jnp.asarray(weights))
+            got = {c: jax.tree.map(lambda a, i=i: a[i], v["experts"]) for c, v in grads.items()}
+            testing.assert_close((y[i], dx[i], got), (y_, dx_, grads_), emulated.FLIP, f"expert {i}")
+
+
 # --- Bad batches, and states that go unused --------------------------------------------------------------------------
 
 

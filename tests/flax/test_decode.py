@@ -3,14 +3,17 @@
 from functools import partial
 
 import emulated
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import steps
 from emulated import F32
+from jax.sharding import PartitionSpec as P
 from steps import CURRENT
 
+import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import MultiHeadAttention, SequenceDescriptor, TransformerLayer, TransformerLayerType
 
@@ -145,6 +148,50 @@ def test_in_fp8_and_bf16():
         got, cache = decoded(layer, variables["params"], X.astype(jnp.bfloat16), (1,) * S)
     assert got.dtype == cache["attention"]["cached_key"].dtype == jnp.bfloat16
     testing.assert_close(got.astype(jnp.float32), expected, 0.1)  # as in test_transformer.test_fp8_is_near
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_sharded_is_unsharded(explicit):
+    layer = Layer(enable_rotary_pos_emb=True)
+    x = jnp.tile(X, (2, 1, 1))
+    boxed = steps.init(layer, x, unbox=False, decode=True)
+    expected = jax.jit(layer.apply)(nn.unbox({"params": boxed["params"]}), x)
+    cache = boxed.pop("cache")
+    resource = te.MeshResource(dp_resource="data", tp_resource="model")
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
+        placed = steps.place(mesh, boxed, resource)
+        specs = jax.tree.map(lambda a: P("data", None, "model") if a.ndim else P(), cache)
+        cache = {"cache": testing.shard(mesh, cache, specs)}
+        step = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))
+        outs = []
+        for at, n in ((0, 3), (3, 3), (6, 1), (7, 1)):
+            out, cache = step({**placed, **cache}, testing.shard(mesh, x[:, at : at + n], P("data")))
+            outs.append(np.asarray(out))
+        assert cache["cache"]["attention"]["cached_key"].sharding.spec[:3] == ("data", None, "model")
+    testing.assert_close(np.concatenate(outs, axis=1), expected, 2 * F32)
+
+
+class Stack(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        body = lambda layer, x, _: (layer(x, deterministic=True, decode=self.decode), None)
+        options = dict(split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: "layers"})
+        scan = nn.scan(body, variable_axes={"params": 0, "cache": 0}, **options)
+        return scan(Layer(enable_rotary_pos_emb=True), x, None)[0]
+
+
+def test_scanned_layers_have_stacked_caches():
+    variables = steps.randomized(steps.init(Stack(), X))
+    expected = jax.jit(Stack().apply)(variables, X)
+    cache = steps.init(Stack(decode=True), X)["cache"]
+    assert {a.shape[0] for a in jax.tree.leaves(cache)} == {3}
+    step = jax.jit(partial(Stack(decode=True).apply, mutable=["cache"]))
+    first, cache = step({**variables, "cache": cache}, X[:, :5])
+    second, _ = step({**variables, **cache}, X[:, 5:])
+    testing.assert_close(jnp.concatenate([first, second], axis=1), expected, 5 * F32)
 
 
 # --- Misuse ----------------------------------------------------------------------------------------------------------

@@ -181,6 +181,22 @@ def test_return_bias_leaves_it_out():
     assert unbiased.apply({"params": {"kernel": variables["params"]["kernel"]}}, X)[1] is None
 
 
+@pytest.mark.parametrize("fields", [{}, {"depth_scaling": 4.0, "return_layernorm_output": True}], ids=["fused", "all"])
+def test_layernorm_dense_returns_its_bias_apart(fields):
+    fields = dict(features=(3, 16), use_bias=True, **fields)
+    module, whole = LayerNormDenseGeneral(return_bias=True, **fields), LayerNormDenseGeneral(**fields)
+    variables = steps.randomized(steps.init(module, X, rec=DELAYED))
+
+    def added(variables, x):
+        y, bias, normed = module.apply(variables, x)
+        return y + bias, normed
+
+    with steps.autocast(DELAYED):
+        testing.assert_close(steps.step(added, variables, X), steps.step(whole.apply, variables, X), F32)
+    unbiased = LayerNormDenseGeneral(features=5, return_bias=True)
+    assert unbiased.apply(steps.init(unbiased, X), X)[1:] == (None, None)
+
+
 def test_depth_scaling_divides():
     variables = steps.init(LayerNormDenseGeneral(features=5), X)
     y = LayerNormDenseGeneral(features=5).apply(variables, X)[0]
@@ -235,9 +251,9 @@ def test_adapting_a_frozen_kernel_costs_no_gradient_of_it():
         return steps.loss(module.apply({**variables, "params": {**variables["params"], **chosen}}, X))
 
     with steps.autocast(DELAYED):
-        lowered = jax.jit(jax.grad(loss)).lower(adapters)
-        text, expected = lowered.compile().as_text(), jax.grad(loss)(variables["params"])
-        testing.assert_close(lowered.compile()(adapters), {k: expected[k] for k in adapters}, F32)
+        run, (value, expected) = jax.jit(jax.value_and_grad(loss)), jax.value_and_grad(loss)(variables["params"])
+        text = run.lower(adapters).compile().as_text()
+        testing.assert_close(run(adapters), (value, {k: expected[k] for k in adapters}), F32)
     assert text.count('custom_call_target="te_gemm"') == 1, "neither the kernel's gradient nor that of the input"
 
 

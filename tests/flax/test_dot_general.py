@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import steps
 from emulated import F32
+from jax.sharding import PartitionSpec as P
 from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
@@ -126,6 +127,24 @@ def test_a_function_of_two_products():
     assert float(state["up_kernel"].amax_history[1]) == float(jnp.abs(kernels[1]).max())
 
 
+@pytest.mark.parametrize("name", ["dense", "batch"])
+def test_sharded_is_unsharded(name):
+    module = LAYERS[name][0](dot_general_cls=te_flax.make_dot_general_cls(DELAYED))
+    variables = steps.randomized(steps.init(module, X))
+    expected = jax.device_get(steps.step(module.apply, variables, X))
+    mesh = testing.mesh_of((4, 2), ("data", "model"))
+    with testing.on_mesh(mesh):
+        column = P(None, "model") if name == "dense" else P("data", None, "model")
+        placed = {
+            "params": testing.shard(mesh, variables["params"], {"kernel": column, "bias": P()}),
+            STATE_COLLECTION: testing.shard(
+                mesh, variables[STATE_COLLECTION], jax.tree.map(lambda _: P(), variables[STATE_COLLECTION])
+            ),
+        }
+        got = jax.device_get(steps.step(module.apply, placed, testing.shard(mesh, X, P("data"))))
+    testing.assert_close(got, expected, emulated.FLIP)
+
+
 def test_names_for_checkpoint_policies():
     cls = te_flax.make_dot_general_cls(DELAYED, quantization_checkpoint_name="mine")
     module = nn.Dense(16, use_bias=False, dot_general_cls=cls)
@@ -133,7 +152,17 @@ def test_names_for_checkpoint_policies():
     assert "name=mine" in str(jax.make_jaxpr(jax.grad(lambda v: module.apply(v, X).sum()))(variables))
 
 
+def test_one_recipe_is_one_class():
+    assert te_flax.make_dot_general_cls(DELAYED) is te_flax.make_dot_general_cls(
+        te.recipe.DelayedScaling(amax_history_len=4)
+    )
+    assert te_flax.make_einsum_cls(DELAYED) is not te_flax.make_einsum_cls(CURRENT)
+
+
 def test_misuse():
+    twice = te_flax.wrap_function_in_te_state_module(lambda q: (q(), q()), DELAYED, "twice")()
+    with pytest.raises(ValueError, match="expected a new name for each product"):
+        twice.init(jax.random.key(0))
     module = nn.Dense(16, dot_general_cls=te_flax.make_dot_general_cls(DELAYED))
     variables = steps.init(module, X)
     with pytest.raises(ValueError, match="te_flax.init_state"):

@@ -212,6 +212,21 @@ def test_low_rank_adaptation_adds_a_b_to_both_products():
     testing.assert_close(steps.step(module.apply, variables, X), steps.step(expected, variables, X), F32)
 
 
+@pytest.mark.parametrize("returned", [False, True], ids=["fused", "by stages"])
+def test_returns_its_bias_apart(returned):
+    fields = dict(intermediate_dim=96, use_bias=True, return_layernorm_output=returned)
+    module, whole = LayerNormMLP(return_bias=True, **fields), LayerNormMLP(**fields)
+    variables = steps.randomized(steps.init(module, X, rec=DELAYED))
+
+    def added(variables, x):
+        y, bias, normed = module.apply(variables, x)
+        assert bias is not None and (normed is not None) == returned
+        return y + bias, normed
+
+    with steps.autocast(DELAYED):
+        testing.assert_close(steps.step(added, variables, X), steps.step(whole.apply, variables, X), F32)
+
+
 def test_checkpoint_names_are_saved_by_a_policy():
     names = jax.checkpoint_policies.save_only_these_names("one", "two")
     module = LayerNormMLP(intermediate_dim=96, ffn1_ckpt_name="one", ffn2_ckpt_name="two")

@@ -89,6 +89,24 @@ def test_a_mutable_collection_gets_the_state_that_is_missing():
         testing.assert_same_bytes(model.apply({**variables, **new}, X), y)
 
 
+@pytest.mark.parametrize("lift", ["scan", "vmap"])
+def test_a_transform_that_hides_the_state_is_named(lift):
+    options = dict(
+        variable_axes={"params": 0}, split_rngs={"params": True}, metadata_params={nn.PARTITION_NAME: "layers"}
+    )
+
+    class Hidden(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if lift == "vmap":
+                return nn.vmap(DenseGeneral, **options)(16, name="dense")(x)
+            scan = nn.scan(lambda dense, x, _: (dense(x), None), length=2, **options)
+            return scan(DenseGeneral(16, name="dense"), x, None)[0]
+
+    with steps.autocast(DELAYED), pytest.raises(ValueError, match="nn.scan or nn.vmap, does not let it be made"):
+        Hidden().init(jax.random.key(0), X)
+
+
 def test_inference_reads_scales_and_never_updates_them():
     variables = steps.init(MLP, X, rec=DELAYED, deterministic=True)
     infer = jax.jit(partial(MLP.apply, deterministic=True, mutable=[STATE_COLLECTION]))

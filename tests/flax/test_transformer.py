@@ -1,5 +1,6 @@
 """TransformerLayer: against attention, MLP and residuals written out, with every option that exists; shards; misuse."""
 
+import re
 from functools import partial
 
 import emulated
@@ -294,15 +295,31 @@ def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, tran
     x = turn(X)
     boxed = steps.init(layer, x, rec=DELAYED, unbox=False)
     variables = steps.randomized(nn.unbox(boxed))
+    boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}
     with steps.autocast(rec):
         expected = jax.device_get(steps.step(Layer(**fields).apply, variables, x))
     resource = te.MeshResource(dp_resource="data", tpsp_resource="model")
     mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
     with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=resource):
+        placed = steps.place(mesh, boxed, resource)
         given = testing.shard(mesh, x, P(None, "data") if transposed else P("data"))
-        out, grads = steps.step(layer.apply, placed(mesh, boxed, variables, resource), given)
+        out, grads = steps.step(layer.apply, placed, given)
         assert out.sharding.spec[:2] == (("model", "data") if transposed else ("data", "model"))
     testing.assert_close(jax.device_get((out, grads)), expected, 0.02 if rec else 5 * F32)
+
+
+def test_sequence_parallel_gathers_activations_and_no_kernel():
+    layer = Layer(enable_sequence_parallel=True, enable_relative_embedding=False)
+    boxed = steps.init(layer, X, unbox=False)
+    resource = te.MeshResource(tp_resource="model")
+    mesh = testing.mesh_of((2,), ("model",))
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
+        placed, x = steps.place(mesh, boxed, resource), testing.shard(mesh, X, P(None, "model"))
+        compiled = jax.jit(layer.apply).lower(placed, x).compile()
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", compiled.as_text())
+    assert [sorted(map(int, shape.split(","))) for shape in gathered] == [sorted((B, S, HIDDEN))] * 2
+    # What is between the blocks is there by halves only.
+    assert compiled(placed, x).sharding.spec == P(None, "model")
 
 
 # --- Misuse ----------------------------------------------------------------------------------------------------------
@@ -340,7 +357,7 @@ def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, tran
         ({"self_attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs .*mask="),
         ({"self_attn_mask_type": "upper"}, {}, "attn_mask_type: expected one of"),
         ({"mlp_activations": ("swiglu",)}, {}, "activations: expected some of .*got 'swiglu'"),
-        ({"mlp_activation_params": {"limit": 7}}, {}, "activation_params: expected None"),
+        ({"mlp_activation_params": {"limit": 7}}, {}, "params: expected none for"),
         ({"softmax_type": "sparse"}, {}, "softmax_type: expected one of .*got 'sparse'"),
         ({"low_rank_adaptation_scope": "some"}, {}, "low_rank_adaptation_scope: expected one of"),
     ],

@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import published
 import pytest
+from emulated import F32
+from flax import nnx
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
+import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import recipe, testing
 
 TOKENS = published.tokens(50, 2, 12)
@@ -105,43 +108,69 @@ def plain(config: Config, weights, ids):
     return linear("lm_head", x)
 
 
+def layer_fields(config: Config) -> dict:
+    """Of a TransformerLayer. NVIDIA's has no kv_channels and qk_norm_*, and its call no rotary_pos_emb."""
+    gemma, window = config.model_type == "gemma", config.sliding_window
+    return dict(
+        hidden_size=config.hidden_size,
+        mlp_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_gqa_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim,
+        layernorm_type="rmsnorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        zero_centered_gamma=gemma,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        mlp_activations=("gelu" if gemma else "silu", "linear"),
+        enable_relative_embedding=False,
+        enable_rotary_pos_emb=True,
+        rotary_pos_emb_windows=(1, config.rope_theta),
+        rotary_pos_emb_group_method="alternate",
+        scale_attn_logits=True,
+        window_size=None if window is None else (window - 1, 0),
+        qk_norm_type="rmsnorm" if config.model_type == "qwen3" else None,
+        qk_norm_epsilon=config.rms_norm_eps,
+        qk_norm_before_rope=True,
+    )
+
+
 class Llama(nn.Module):
-    """The port. NVIDIA's options suffice for Llama and Mistral; kv_channels, rotary_pos_emb and qk_norm_* are ours."""
+    """The port."""
 
     config: Config
 
     @nn.compact
-    def __call__(self, ids):
+    def __call__(self, ids, decode=False):
         c = self.config
         gemma = c.model_type == "gemma"
-        norm = dict(layernorm_type="rmsnorm", zero_centered_gamma=gemma)
         embed = nn.Embed(c.vocab_size, c.hidden_size, name="embed")
         x = embed(ids) * (c.hidden_size**0.5 if gemma else 1.0)
+        rotary = None if c.rope_scaling is None else frequencies(c)
         for i in range(c.num_hidden_layers):
-            x = te_flax.TransformerLayer(
-                hidden_size=c.hidden_size,
-                mlp_hidden_size=c.intermediate_size,
-                num_attention_heads=c.num_attention_heads,
-                num_gqa_groups=c.num_key_value_heads,
-                kv_channels=c.head_dim,
-                **norm,
-                layernorm_epsilon=c.rms_norm_eps,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                mlp_activations=("gelu" if gemma else "silu", "linear"),
-                enable_relative_embedding=False,
-                enable_rotary_pos_emb=True,
-                rotary_pos_emb_windows=(1, c.rope_theta),
-                rotary_pos_emb_group_method="alternate",
-                scale_attn_logits=True,
-                window_size=None if c.sliding_window is None else (c.sliding_window - 1, 0),
-                qk_norm_type="rmsnorm" if c.model_type == "qwen3" else None,
-                qk_norm_epsilon=c.rms_norm_eps,
-                qk_norm_before_rope=True,
-                name=f"layer_{i}",
-            )(x, rotary_pos_emb=None if c.rope_scaling is None else frequencies(c))
-        x = te_flax.LayerNorm(**norm, epsilon=c.rms_norm_eps, name="norm")(x)
-        return embed.attend(x) if c.tie_word_embeddings else te_flax.DenseGeneral(c.vocab_size, use_bias=False)(x)
+            x = te_flax.TransformerLayer(**layer_fields(c), name=f"layer_{i}")(x, decode=decode, rotary_pos_emb=rotary)
+        x = te_flax.RMSNorm(epsilon=c.rms_norm_eps, zero_centered_gamma=gemma, name="norm")(x)
+        if c.tie_word_embeddings:
+            return embed.attend(x)
+        return te_flax.DenseGeneral(c.vocab_size, use_bias=False, name="head")(x)
+
+
+class NnxLlama(nnx.Module):
+    """The port for NNX, of Llama itself; its attributes are named as the submodules above."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.layers = range(config.num_hidden_layers)
+        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
+        for i in self.layers:
+            setattr(self, f"layer_{i}", te_nnx.TransformerLayer(**layer_fields(config), rngs=rngs))
+        self.norm = te_nnx.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, rngs=rngs)
+        self.head = te_nnx.DenseGeneral(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs)
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        for i in self.layers:
+            x = getattr(self, f"layer_{i}")(x)
+        return self.head(self.norm(x))
 
 
 def convert(config: Config, weights):
@@ -168,7 +197,7 @@ def convert(config: Config, weights):
         **{f"layer_{i}": layer(f"model.layers.{i}") for i in range(config.num_hidden_layers)},
         "norm": norm("model.norm"),
     }
-    return params if config.tie_word_embeddings else {**params, "DenseGeneral_0": dense("lm_head")}
+    return params if config.tie_word_embeddings else {**params, "head": dense("lm_head")}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -176,6 +205,32 @@ def test_is_the_original(name):
     config = CONFIGS[name]
     weights = checkpoint(config)
     published.assert_same_model(Llama(config), partial(convert, config), partial(plain, config), weights, TOKENS)
+
+
+def test_nnx_is_the_original():
+    weights = checkpoint(LLAMA)
+    model = NnxLlama(LLAMA, nnx.Rngs(0))
+    te_nnx.from_linen(model, {"params": convert(LLAMA, weights)})
+    got = nnx.jit(lambda model: model(TOKENS))(model)
+    testing.assert_close(got, jax.jit(partial(plain, LLAMA))(weights, TOKENS), F32)
+
+
+def test_a_prompt_then_token_by_token():
+    config = CONFIGS["mistral"]
+    weights = checkpoint(config)
+    model, params = Llama(config), convert(config, weights)
+    cache = jax.jit(partial(model.init, decode=True))(jax.random.key(0), TOKENS)["cache"]
+
+    @jax.jit
+    def step(cache, ids):
+        logits, variables = model.apply({"params": params, "cache": cache}, ids, decode=True, mutable=["cache"])
+        return variables["cache"], logits
+
+    got = []
+    for ids in np.split(TOKENS, range(5, 12), axis=1):
+        cache, logits = step(cache, ids)
+        got.append(logits)
+    testing.assert_close(np.concatenate(got, axis=1), jax.jit(partial(plain, config))(weights, TOKENS), F32)
 
 
 @pytest.mark.parametrize("rec", [recipe.DelayedScaling(), recipe.Float8CurrentScaling()], ids=["delayed", "current"])

@@ -47,7 +47,14 @@ CASES = {
     "layernorm dense, all": (
         "LayerNormDenseGeneral",
         (K, (3, 16)),
-        dict(return_layernorm_output=True, layernorm_type="rmsnorm", depth_scaling=2.0, **LORA),
+        dict(
+            return_layernorm_output=True,
+            layernorm_type="rmsnorm",
+            depth_scaling=2.0,
+            return_bias=True,
+            use_bias=True,
+            **LORA,
+        ),
         dict(features=(3, 16)),
         (X,),
     ),
@@ -81,7 +88,7 @@ CASES = {
     "mlp by stages": (
         "LayerNormMLP",
         (K,),
-        dict(intermediate_dim=48, use_bias=True, return_layernorm_output=True, **LORA),
+        dict(intermediate_dim=48, use_bias=True, return_bias=True, return_layernorm_output=True, **LORA),
         {},
         (X,),
     ),
@@ -378,6 +385,7 @@ MISUSE = {
         lambda r: te_nnx.TransformerLayer(**DECODER, parallel_attention_mlp=True, rngs=r),
         "expected False with layer_type",
     ),
+    "rank": (lambda r: te_nnx.MultiHeadAttention(K, D, H, rngs=r)(X[0]), "inputs_q: expected .B, S, features"),
     "qk_norm_type": (lambda r: te_nnx.MultiHeadAttention(K, D, H, qk_norm_type="x", rngs=r), "expected one of"),
     "no cache": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X, decode=True), "call init_cache"),
     "cache of a rank": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r).init_cache((B, S)), "input_shape: expected"),

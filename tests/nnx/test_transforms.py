@@ -252,6 +252,24 @@ def test_on_a_mesh_parameters_are_sharded_and_amaxes_are_of_the_whole():
     assert spec["wo_kernel"].get_value() == P("model", None)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit):
+    fields = dict(hidden_size=32, mlp_hidden_size=48, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
+    make = lambda **more: te_nnx.TransformerLayer(**fields, **more, rngs=nnx.Rngs(0, dropout=1))
+    (x,) = emulated.normal(3, (4, 8, 32))
+    expected = twins.step(twins.call, make(), jnp.asarray(x))
+    resource = te.MeshResource(dp_resource="data", tp_resource="model")
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
+        sharded = nnx.jit(lambda: make(enable_sequence_parallel=True))()
+        assert sharded.attention.qkv.kernel.get_value().sharding.spec == P(None, None, "model")
+        out, (grads, dx) = twins.step(twins.call, sharded, testing.shard(mesh, x, P("data")))
+        assert out.sharding.spec[:2] == ("data", "model")
+    out_, (grads_, dx_) = expected
+    got = jax.device_get((out, dx, twins.as_linen(grads)["params"]))
+    testing.assert_close(got, (out_, dx_, twins.as_linen(grads_)["params"]), 5 * emulated.F32)
+
+
 def test_checkpoints_round_trip(tmp_path):
     model = twins.make(Layer)
     with steps.autocast(DELAYED):

@@ -13,7 +13,7 @@ from stored import call_handler
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.kernel import use_references
-from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_rotate
+from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_rotate, rope_table
 
 B, S, H, D = 2, 16, 3, 8
 GROUPS = pytest.mark.parametrize("group", ["consecutive", "alternate"])
@@ -142,6 +142,36 @@ def test_a_sharded_sequence_keeps_its_positions():
     with testing.on_mesh(mesh):
         got = jax.jit(rope)(*testing.shard(mesh, (x, frequencies), (P("data", "context"), P())))
     testing.assert_close(jax.device_get(got), complex_rope(X), F32)
+
+
+@GROUPS
+def test_a_table_of_angles_is_a_rotation_by_them(group):
+    frequencies = np.random.default_rng(0).uniform(0, 1, D // 2 - 1).astype(np.float32)
+    table = jnp.asarray(np.arange(S + 3)[:, None] * frequencies, jnp.float32)
+    positions = jnp.asarray(np.random.default_rng(1).integers(0, S + 3, (B, S)))
+    for where in (None, positions, positions[0]):
+        plain = lambda x, f, where=where: rope(x, f, positions=where, group=group)
+        got = testing.gradients(lambda x: rope_table(x, table, positions=where, group=group), [X], jax.random.key(0))
+        expected = testing.gradients(lambda x: plain(x, jnp.asarray(frequencies)), [X], jax.random.key(0))
+        testing.assert_close(got, expected, 4 * F32)
+    past = rope_table(X, table, positions=jnp.arange(S) + 4, group=group)
+    assert np.isfinite(past[:, : S - 1]).all() and np.isnan(past[:, S - 1, :, : D - 2]).all()
+    half = rope_table(X.astype(jnp.bfloat16), table, group=group)
+    assert half.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "message, angles",
+    [
+        ("angles: expected f32.T, F., got float32.16.", jnp.ones(S)),
+        ("angles: expected f32.T, F., got int32.16, 4.", jnp.ones((S, D // 2), jnp.int32)),
+        ("angles: expected 16 positions or more, got 15", jnp.ones((S - 1, D // 2))),
+        ("expected x.B, S, H, D. with D >= 2 x 5", jnp.ones((S, D // 2 + 1))),
+    ],
+)
+def test_misuse_of_a_table_is_named(message, angles):
+    with pytest.raises(ValueError, match=message):
+        rope_table(X, angles)
 
 
 @GROUPS

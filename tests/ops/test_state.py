@@ -76,11 +76,11 @@ def call(target, results, *operands, **attributes):
 
 
 MALFORMED = {
-    "history": ([(), (3,)], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros((2, 3))), "history: expected one row"),
-    "no history": ([(), (0,)], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros((0,))), "history: expected at least one"),
-    "reports": ([(), (3,)], (jnp.zeros((2, BINS)), jnp.zeros(()), jnp.zeros(3)), "reports: expected one row"),
-    "scale": ([(), (3,)], (jnp.zeros(BINS), jnp.zeros((), jnp.int32), jnp.zeros(3)), "scale: expected f32"),
-    "result": ([(), (4,)], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros(3)), "history_out: expected"),
+    "history": ([(), (3,), ()], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros((2, 3))), "history: expected one row"),
+    "no history": ([(), (0,), ()], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros((0,))), "history: expected at least one"),
+    "reports": ([(), (3,), ()], (jnp.zeros((2, BINS)), jnp.zeros(()), jnp.zeros(3)), "reports: expected one row"),
+    "scale": ([(), (3,), ()], (jnp.zeros(BINS), jnp.zeros((), jnp.int32), jnp.zeros(3)), "scale: expected f32"),
+    "result": ([(), (4,), ()], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros(3)), "history_out: expected"),
 }
 
 

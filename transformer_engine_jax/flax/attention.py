@@ -48,6 +48,13 @@ def adapts(scope: str, projection: str) -> bool:
     return scope in ("all", projection) or (scope.startswith("exclude_") and scope != f"exclude_{projection}")
 
 
+def check_ranks(inputs_q, inputs_kv) -> None:
+    """ValueError where the inputs of a MultiHeadAttention are not of rank 3."""
+    for name, x in (("inputs_q", inputs_q), ("inputs_kv", inputs_kv)):
+        if x.ndim != 3:
+            raise ValueError(f"MultiHeadAttention: {name}: expected [B, S, features], got {list(x.shape)}")
+
+
 def rotations(module, rotary_pos_emb) -> tuple:
     """What turns the queries and what turns the keys of a MultiHeadAttention, None for nothing.
 
@@ -165,9 +172,9 @@ class MultiHeadAttention(nn.Module):
           bias: likewise, added to the logits.
           decode: self-attention to the KV cache, `cached_key` and `cached_value` [B, S, G, D] and `cache_index` i32[]
             in the collection "cache". init, or a first apply with mutable=["cache"], makes it, as long as its inputs;
-            each apply then takes the next token, or several, which see themselves, tokens before them as the mask type
-            says, and none after. mask and bias are of the cache's length, [.., 1 or Sq or S, S]. Tokens past the end
-            of the cache come out NaN. Of cross-attention, only RoPE heeds it.
+            each apply then takes the next token, or several, which see those up to the last of them, as far as the mask
+            type lets them. mask and bias are of the cache's length, [.., 1 or Sq or S, S]. Tokens past the end of the
+            cache come out NaN. Of cross-attention, only RoPE heeds it.
           sequence_descriptor: the sequences of rows that are padded or packed; in place of a mask.
           rotary_pos_emb: RoPE in place of what the fields say: frequencies f32[F], F <= head_dim / 2, in radians per
             position, or angles f32[T, F] of the positions 0 to T - 1; or a pair, for queries and for keys.
@@ -181,6 +188,7 @@ class MultiHeadAttention(nn.Module):
         is_self = inputs_kv is None or inputs_kv is inputs_q
         inputs_q = jnp.asarray(inputs_q)
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
+        check_ranks(inputs_q, inputs_kv)
         query, key, value, normed, past = self._project(inputs_q, inputs_kv)
         query, key, value = (self._by_head(x) for x in (query, key, value))
         turn_q, turn_k = rotations(self, rotary_pos_emb)

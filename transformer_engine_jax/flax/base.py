@@ -12,7 +12,7 @@ import jax
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.ops.low_rank import low_rank
-from transformer_engine_jax.quantized import GemmQuantizers, GemmState, QuantizerState, attach_gemm
+from transformer_engine_jax.quantized import GemmQuantizers, GemmState, QuantizerState, gemm_quantizers
 from transformer_engine_jax.recipe import Recipe
 
 # The name that Flax's TrainState and others already treat as "replace this with its gradient".
@@ -37,18 +37,26 @@ class Fp8Module(nn.Module):
         recipe = current().recipe
         names = [f"{gemm}_{operand}" for operand in GemmState._fields]
         if recipe is not None and recipe.stateful:
-            return attach_gemm(GemmState(*[self.fp8_state(name, recipe) for name in names]), checkpoint_name), []
+            state = GemmState(*[self.fp8_state(name, recipe) for name in names])
+            return gemm_quantizers(state, checkpoint_name=checkpoint_name), []
         unused = [self.get_variable(STATE_COLLECTION, n) for n in names if self.has_variable(STATE_COLLECTION, n)]
-        return attach_gemm(checkpoint_name=checkpoint_name), unused
+        return gemm_quantizers(checkpoint_name=checkpoint_name), unused
 
     def fp8_state(self, name: str, recipe: Recipe) -> QuantizerState:
+        """The state `name`, made where it is missing and may be; ValueError where it may not."""
         if not self.has_variable(STATE_COLLECTION, name) and not self.is_mutable_collection(STATE_COLLECTION):
-            raise ValueError(
-                f"{type(self).__name__} {'/'.join(self.path)}: FP8 state {name!r} is not among the variables. Call "
-                "init under the same fp8_autocast, or give variables that were made outside of it their state with "
-                "variables = te_flax.init_state(model, variables, *args); and pass all collections to apply: "
-                f"model.apply({{'params': params, {STATE_COLLECTION!r}: state}}, ...)"
+            remedy = (
+                "variables = te_flax.init_state(model, variables, *args) makes it, and so does init under the same "
+                f"fp8_autocast; pass all collections to apply: model.apply({{'params': params, {STATE_COLLECTION!r}: "
+                "state}, ...)"
             )
+            if self.is_initializing():
+                remedy = (
+                    "A transform around it, such as nn.scan or nn.vmap, does not let it be made: name its collection "
+                    f"there, variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}}"
+                )
+            where = f"{type(self).__name__} {'/'.join(self.path)}"
+            raise ValueError(f"{where}: FP8 state {name!r} is not among the variables. {remedy}")
         return self.variable(STATE_COLLECTION, name, QuantizerState.create, recipe).value
 
     def make_param(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):

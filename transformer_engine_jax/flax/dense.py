@@ -132,7 +132,7 @@ class DenseGeneral(_Dense):
 
 
 class LayerNormDenseGeneral(_Dense):
-    """A norm and a DenseGeneral; returns (y, the norm's output or None).
+    """A norm and a DenseGeneral; returns (y, the norm's output or None), or (y, bias, that) with return_bias.
 
     Fields of LayerNorm and DenseGeneral; enable_layernorm=False leaves the norm out. return_layernorm_output costs
     one pass: the norm's output is then kept in high precision too. depth_scaling: y is divided by it.
@@ -147,13 +147,14 @@ class LayerNormDenseGeneral(_Dense):
     ln_bias_init: Callable = nn.initializers.zeros
     ln_bias_axes: tuple[str | None, ...] = ("embed",)
     use_bias: bool = False
+    return_bias: bool = False
     return_layernorm_output: bool = False
     layernorm_input_axes: tuple[str | None, ...] = ()
     dot_input_axes: tuple[str | None, ...] = ()
     depth_scaling: float | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
         """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
         x = constrain(self._computed_in(jnp.asarray(x)), self.layernorm_input_axes)
         if self.enable_layernorm and canonical_tuple(self.axis) not in ((-1,), (x.ndim - 1,)):
@@ -166,15 +167,16 @@ class LayerNormDenseGeneral(_Dense):
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
         quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        added = None if self.return_bias else bias
         if self.enable_layernorm and normed is None:
-            y = layernorm_dense(x, gamma, beta, kernel, bias, norm_options=options, quantizers=quantizers)
+            y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
         else:
-            y = dense(x, kernel, bias, k_axes=k_axes, quantizers=quantizers)
+            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
         y = self._finish(y, x, k_axes, features, unused)
         if self.depth_scaling is not None:
-            y = y / self.depth_scaling
+            y, bias = y / self.depth_scaling, None if bias is None else bias / self.depth_scaling
         returned = (normed if self.enable_layernorm else x) if self.return_layernorm_output else None
-        return y, returned
+        return (y, bias, returned) if self.return_bias else (y, returned)
 
     def _make_norm(self, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         """(gamma, beta) for x, None where there is none."""

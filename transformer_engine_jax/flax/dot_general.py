@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,15 @@ def wrap_function_in_te_state_module(
         @nn.compact
         def __call__(self, *args, **kwargs):
             unused: list[Any] = []
+            asked: set[str] = set()
 
             def generate_quantizer_set(name: str = "gemm") -> GemmQuantizers | None:
+                if name in asked:
+                    raise ValueError(
+                        f"{type(self).__name__}: generate_quantizer_set({name!r}): expected a new name for "
+                        "each product of a call, got this one twice"
+                    )
+                asked.add(name)
                 with under(quantization_recipe):
                     quantizers, states = self.gemm_quantizers(name, quantization_checkpoint_name)
                 unused.extend(states)
@@ -51,6 +59,7 @@ def wrap_function_in_te_state_module(
     return StateModule
 
 
+@functools.cache  # one class for one recipe, lest what is compiled for a module is compiled anew for its equal
 def make_dot_general_cls(
     quantization_recipe: Recipe | None = None, quantization_checkpoint_name: str | None = None
 ) -> type[nn.Module]:
@@ -68,6 +77,7 @@ def make_dot_general_cls(
     )
 
 
+@functools.cache
 def make_einsum_cls(
     quantization_recipe: Recipe | None = None, quantization_checkpoint_name: str | None = None
 ) -> type[nn.Module]:

@@ -23,6 +23,8 @@ from transformer_engine_jax.sharding import constrain
 class LayerNormMLP(Fp8Module):
     """activation(norm(x) @ wi_kernel + wi_bias) @ wo_kernel + wo_bias; returns (y, the norm's output or None).
 
+    With return_bias wo_bias is not added, and they are (y, wo_bias, the norm's output or None).
+
     Params `scale`, `ln_bias`, `wi_kernel` [h, n_act, intermediate_dim], `wi_bias`, `wo_kernel` [intermediate_dim, h],
     `wo_bias`. activations: names or functions, one for each input of the product: ("gelu",), ("silu", "linear"), ...
     activation_params: limit, alpha and glu_linear_offset of ("clamped_silu", "clamped_linear"), by default GPT-OSS's.
@@ -46,6 +48,7 @@ class LayerNormMLP(Fp8Module):
     bias_init: Callable = nn.initializers.zeros
     bias_axes_1: tuple[str | None, ...] = ("act", "mlp")
     bias_axes_2: tuple[str | None, ...] = ("embed",)
+    return_bias: bool = False
     return_layernorm_output: bool = False
     activations: Sequence[str | Callable] = ("gelu",)
     activation_params: dict | None = None
@@ -68,7 +71,7 @@ class LayerNormMLP(Fp8Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, deterministic: bool = False, residual: bool = False
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array | None, ...]:
         """x[.., h] -> ([.., h] in x's dtype, [.., h] or None).
 
         deterministic: switches dropout off. residual: add x to the result, inside the second product.
@@ -94,7 +97,8 @@ class LayerNormMLP(Fp8Module):
                 self.zero_centered_gamma,
                 self.dtype,
             )
-        kernels, biases = self._make_kernels(hidden, count)
+        kernels, (bias_1, bias) = self._make_kernels(hidden, count)
+        biases = (bias_1, None if self.return_bias else bias)
         first, unused_1 = self.gemm_quantizers("gemm_1", self.quantization_checkpoint_name)
         second, unused_2 = self.gemm_quantizers("gemm_2", self.quantization_checkpoint_name)
         dropout = self.intermediate_dropout_rate > 0 and not deterministic
@@ -117,7 +121,8 @@ class LayerNormMLP(Fp8Module):
         else:
             normed = x if options is None else norm(options, x, gamma, beta)
             y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, x if residual else None)
-        return keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
+        y, returned = keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
+        return (y, bias, returned) if self.return_bias else (y, returned)
 
     def _make_kernels(self, hidden: int, count: int):
         init = self.kernel_init or default_kernel_init

@@ -193,8 +193,10 @@ class TransformerLayer(nn.Module):
         check_inputs(self, inputs, encoded, of_encoded)
         inputs = self._constrained(inputs)
         post = self.apply_residual_connection_post_layernorm
-        # Where nothing happens on the way, products add the residual themselves.
-        plain = not post and (deterministic or self.hidden_dropout == self.drop_path == 0)
+        # Where nothing happens on the way, products add the residual themselves; one sharded along the sequence would
+        # be gathered for that.
+        whole = not self.enable_sequence_parallel
+        plain = not post and whole and (deterministic or self.hidden_dropout == self.drop_path == 0)
 
         attend = self._attention(
             "self_attention" if decoder else "attention",

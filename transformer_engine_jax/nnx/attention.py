@@ -12,15 +12,29 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.attention import QK_NORMS, SCOPES, adapts, l2norm, positions, rotated, rotations
+from transformer_engine_jax.flax.attention import (
+    CHECKPOINT_NAMES,
+    QK_NORMS,
+    SCOPES,
+    adapts,
+    check_ranks,
+    l2norm,
+    positions,
+    rotated,
+    rotations,
+    unstacked,
+)
 from transformer_engine_jax.flax.dot_product_attention import one_of
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
-from transformer_engine_jax.nnx.base import Fp8Module, module
+from transformer_engine_jax.nnx.base import Fp8Module, array, module
 from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral
 from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
+from transformer_engine_jax.quantized import keep
 from transformer_engine_jax.sharding import activation_axes, constrain
 
 
@@ -210,6 +224,7 @@ class MultiHeadAttention(Fp8Module):
         sequence_descriptor: SequenceDescriptor | None = None,
         rotary_pos_emb=None,
         attn_mask_type: str | None = None,
+        residual: bool = False,
     ):
         """inputs_q [B, Sq, in_features], inputs_kv [B, Sk, in_kv_features] -> ([B, Sq, in_features], its norm or None).
 
@@ -226,7 +241,9 @@ class MultiHeadAttention(Fp8Module):
                 "make the module with in_kv_features=size for keys and values of other inputs"
             )
         inputs_q = jnp.asarray(inputs_q)
-        query, key, value, normed = self._project(inputs_q, inputs_q if is_self else jnp.asarray(inputs_kv))
+        inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
+        check_ranks(inputs_q, inputs_kv)
+        query, key, value, normed, past = self._project(inputs_q, inputs_kv)
         query, key, value = (self._by_head(x) for x in (query, key, value))
         turn_q, turn_k = rotations(self, rotary_pos_emb)
         start = self._advance(query.shape[1]) if decode and (is_self or turn_q is not None) else None
@@ -244,7 +261,8 @@ class MultiHeadAttention(Fp8Module):
             cache_index=start if is_self else None, attn_mask_type=mask_type,
         )  # fmt: skip
         context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
-        out = self.out(jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context)
+        context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
+        out = self.out(context, past if residual else None)
         return constrain(checkpoint_name(out, "out_proj"), self._axes(between=True)), normed
 
     def _advance(self, tokens: int) -> jax.Array:
@@ -271,18 +289,37 @@ class MultiHeadAttention(Fp8Module):
         return rotated(self, turn, x, at) if self.qk_norm_before_rope else x
 
     def _project(self, inputs_q, inputs_kv):
-        """(query, key, value, normed inputs_q or None), the first three [.., heads * head_dim]."""
-        if hasattr(self, "qkv"):
-            qkv, normed = self.qkv(inputs_q)
-            qkv = checkpoint_name(qkv, "combined_qkv_proj")
-            return qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :], normed
-        query, normed = self.query(inputs_q)
-        source = normed if self.in_kv_features is None else inputs_kv
-        if self.fuse_qkv_params:
-            kv = checkpoint_name(self.kv(source), "combined_kv_proj")
-            key, value = kv[..., 0, :], kv[..., 1, :]
-        else:
-            key = checkpoint_name(self.key(source), "key_proj")
-            value = checkpoint_name(self.value(source), "value_proj")
-        query = checkpoint_name(query, "query_proj")
-        return query, key, value, normed if self.return_layernorm_output else None
+        """(query, key, value, normed inputs_q or None, inputs_q), the first three [.., heads * head_dim].
+
+        Those of self-attention share one quantized copy of the norm's output, where no more of it is asked for.
+        """
+        is_self = self.in_kv_features is None
+        names = [name for name in ("qkv", "query", "kv", "key", "value") if hasattr(self, name)]
+        projections = [getattr(self, name) for name in names]
+        special = self.return_layernorm_output or self.enable_sequence_parallel
+        if is_self and not (special or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
+            return self._project_together(inputs_q, names, projections)
+        y, normed = projections[0](inputs_q)
+        source = normed if is_self else inputs_kv
+        outputs = [y, *[projection(source) for projection in projections[1:]]]
+        outputs = [checkpoint_name(y, CHECKPOINT_NAMES[name]) for y, name in zip(outputs, names)]
+        results = [part for y, p in zip(outputs, projections) for part in unstacked(y, p.features)]
+        return *results, normed if self.return_layernorm_output else None, inputs_q
+
+    def _project_together(self, x, names, projections):
+        kernels_and_biases = [projection._kernel_and_bias() for projection in projections]
+        quantizers, unused = zip(*[projection.gemm_quantizers("gemm") for projection in projections])
+        norm = projections[0]
+        results, x = layernorm_projections(
+            x,
+            array(norm.scale) if self.input_layernorm else None,
+            array(norm.ln_bias) if self.input_layernorm else None,
+            [kernel for kernel, _ in kernels_and_biases],
+            [bias for _, bias in kernels_and_biases],
+            norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
+            quantizers=None if quantizers[0] is None else quantizers,
+            return_input=True,
+        )
+        named = [CHECKPOINT_NAMES[name] for name, p in zip(names, projections) for _ in unstacked(None, p.features)]
+        results = [checkpoint_name(y, name) for y, name in zip(results, named)]
+        return keep(results[0], list(unused)), *results[1:], None, x

@@ -15,7 +15,7 @@ from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.low_rank import low_rank
-from transformer_engine_jax.quantized import GemmQuantizers, GemmState, attach_gemm
+from transformer_engine_jax.quantized import GemmQuantizers, GemmState, gemm_quantizers
 from transformer_engine_jax.sharding import constrain
 
 
@@ -89,14 +89,14 @@ class Fp8Module(nnx.Module):
         states = GemmState(*[getattr(self, f"{gemm}_{operand}").get_value() for operand in GemmState._fields])
         recipe = current().recipe
         if recipe is None or not recipe.stateful:
-            return attach_gemm(checkpoint_name=checkpoint_name), states
+            return gemm_quantizers(checkpoint_name=checkpoint_name), states
         if states.x.amax_history.shape != (recipe.amax_history_len,):
             raise ValueError(
                 f"{type(self).__name__}: {gemm}: expected FP8 states with amax_history f32[{recipe.amax_history_len}], "
                 f"the recipe's amax_history_len, got {list(states.x.amax_history.shape)}; make the model under the "
                 "autocast it is used with, or call te_nnx.init_fp8_state(model, recipe)"
             )
-        return attach_gemm(states, checkpoint_name), []
+        return gemm_quantizers(states, checkpoint_name=checkpoint_name), []
 
 
 def array(parameter: nnx.Param | None) -> jax.Array | None:

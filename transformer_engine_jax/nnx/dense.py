@@ -102,14 +102,17 @@ class DenseGeneral(_Dense):
     input_axes: tuple[str | None, ...] = ()
     return_bias: bool = False
 
-    def __call__(self, x: jax.Array):
-        """x[.., in_features..] -> [.., features..] in x's dtype, or (that, bias) with return_bias."""
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None):
+        """x[.., in_features..] (+ residual) -> [.., features..] in x's dtype, or (that, bias) with return_bias.
+
+        residual: [.., features..] in x's dtype, added inside the product.
+        """
         x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias = self._kernel_and_bias()
         quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
-        y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
+        y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual)
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
         y = keep(y, unused)
@@ -118,7 +121,7 @@ class DenseGeneral(_Dense):
 
 @module
 class LayerNormDenseGeneral(_Dense):
-    """A norm and a DenseGeneral; returns (y, the norm's output or None).
+    """A norm and a DenseGeneral; returns (y, the norm's output or None), or (y, bias, that) with return_bias.
 
     Fields of LayerNorm and DenseGeneral; enable_layernorm=False leaves the norm out. return_layernorm_output costs
     one pass: the norm's output is then kept in high precision too. depth_scaling: y is divided by it.
@@ -134,6 +137,7 @@ class LayerNormDenseGeneral(_Dense):
     ln_bias_init: InitVar[Callable] = nn.initializers.zeros
     ln_bias_axes: tuple[str | None, ...] = ("embed",)
     use_bias: bool = False
+    return_bias: bool = False
     return_layernorm_output: bool = False
     layernorm_input_axes: tuple[str | None, ...] = ()
     dot_input_axes: tuple[str | None, ...] = ()
@@ -149,7 +153,7 @@ class LayerNormDenseGeneral(_Dense):
             dtype = self.param_dtype or self.dtype
             self.make_norm_params(features, scale_init, ln_bias_init, self.ln_bias_axes, dtype, rngs)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
         """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
         x = constrain(self._computed_in(jnp.asarray(x)), self.layernorm_input_axes)
         options, gamma, beta = Norm(self.epsilon, self.zero_centered_gamma), array(self.scale), array(self.ln_bias)
@@ -161,11 +165,14 @@ class LayerNormDenseGeneral(_Dense):
         normed = x if self.return_layernorm_output else None
         kernel, bias = self._kernel_and_bias()
         quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        added = None if self.return_bias else bias
         if fused:
-            y = layernorm_dense(x, gamma, beta, kernel, bias, norm_options=options, quantizers=quantizers)
+            y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
         else:
-            y = dense(x, kernel, bias, k_axes=k_axes, quantizers=quantizers)
+            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
         y = keep(y, unused)
-        return y if self.depth_scaling is None else y / self.depth_scaling, normed
+        if self.depth_scaling is not None:
+            y, bias = y / self.depth_scaling, None if bias is None else bias / self.depth_scaling
+        return (y, bias, normed) if self.return_bias else (y, normed)

@@ -28,6 +28,8 @@ from transformer_engine_jax.sharding import constrain
 class LayerNormMLP(Fp8Module):
     """activation(norm(x) @ wi_kernel + wi_bias) @ wo_kernel + wo_bias; returns (y, the norm's output or None).
 
+    With return_bias wo_bias is not added, and they are (y, wo_bias, the norm's output or None).
+
     Params `scale`, `ln_bias`, `wi_kernel` [in_features, n_act, intermediate_dim], `wi_bias`, `wo_kernel`
     [intermediate_dim, in_features], `wo_bias`. activations: names or functions, one for each input of the product:
     ("gelu",), ("silu", "linear"), ... activation_params: limit, alpha and glu_linear_offset of ("clamped_silu",
@@ -53,6 +55,7 @@ class LayerNormMLP(Fp8Module):
     bias_init: InitVar[Callable] = nn.initializers.zeros
     bias_axes_1: tuple[str | None, ...] = ("act", "mlp")
     bias_axes_2: tuple[str | None, ...] = ("embed",)
+    return_bias: bool = False
     return_layernorm_output: bool = False
     activations: Sequence[str | Callable] = ("gelu",)
     activation_params: dict | None = None
@@ -109,15 +112,19 @@ class LayerNormMLP(Fp8Module):
                 self.make_low_rank((inputs,), features, self.dtype, rngs, f"{name}_")
             self.make_fp8_state(f"gemm_{number}")
 
-    def __call__(self, x: jax.Array, deterministic: bool | None = None) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(
+        self, x: jax.Array, deterministic: bool | None = None, residual: bool = False
+    ) -> tuple[jax.Array | None, ...]:
         """x[.., in_features] -> ([.., in_features] in x's dtype, [.., in_features] or None).
 
-        deterministic: switches dropout off; None is what model.train() and model.eval() said.
+        deterministic: switches dropout off; None is what model.train() and model.eval() said. residual: add x to the
+        result, inside the second product.
         """
         x = constrain(jnp.asarray(x), self.layernorm_input_axes)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
         gamma, beta = array(self.scale), array(self.ln_bias)
-        kernels, biases = ([array(getattr(self, f"{w}_{what}")) for w in ("wi", "wo")] for what in ("kernel", "bias"))
+        kernels, bias = [array(self.wi_kernel), array(self.wo_kernel)], array(self.wo_bias)
+        biases = [array(self.wi_bias), None if self.return_bias else bias]
         first, unused_1 = self.gemm_quantizers("gemm_1", self.quantization_checkpoint_name)
         second, unused_2 = self.gemm_quantizers("gemm_2", self.quantization_checkpoint_name)
         dropout = dropping(self.dropout, deterministic)
@@ -128,20 +135,23 @@ class LayerNormMLP(Fp8Module):
                 x, gamma, beta, tuple(kernels), tuple(biases), activations=self.activations,
                 activation_params=self.activation_params, norm_options=options,
                 quantizers=None if first is None else (first, second), names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
+                residual=residual,
             )  # fmt: skip
         else:
             normed = x if options is None else norm(options, x, gamma, beta)
-            y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout)
-        return keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
+            y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, x if residual else None)
+        y, returned = keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
+        return (y, bias, returned) if self.return_bias else (y, returned)
 
-    def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool) -> jax.Array:
-        def product(i: int, x, axes, name: str):
+    def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool, residual) -> jax.Array:
+        def product(i: int, x, axes, name: str, residual=None):
             x = constrain(x, axes)
-            y = checkpoint_name(dense(x, kernels[i], biases[i], quantizers=quantizers[i]), name)
+            y = dense(x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual)
+            y = checkpoint_name(y, name)
             return y + self.low_rank(x, 1, ("wi_", "wo_")[i]) if self.enable_low_rank_adaptation else y
 
         z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
         a = activation(z, self.activations, self.activation_params)
         if dropout:
             a = self.dropout(a, deterministic=False)
-        return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name)
+        return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name, residual)

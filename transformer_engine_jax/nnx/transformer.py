@@ -21,7 +21,7 @@ from transformer_engine_jax.flax.transformer import (
     summed_bias,
 )
 from transformer_engine_jax.nnx.attention import MultiHeadAttention
-from transformer_engine_jax.nnx.base import Fp8Module, make_dropout, module
+from transformer_engine_jax.nnx.base import Fp8Module, dropping, make_dropout, module
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.nnx.mlp import LayerNormMLP
 from transformer_engine_jax.nnx.relative_positions import RelativePositionBiases
@@ -226,24 +226,30 @@ class TransformerLayer(Fp8Module):
         check_inputs(self, inputs, encoded, of_encoded)
         inputs = self._constrained(inputs)
         post = self.apply_residual_connection_post_layernorm
+        # Where nothing happens on the way, products add the residual themselves; one sharded along the sequence would
+        # be gathered for that.
+        dropped = any(dropping(dropout, deterministic) for dropout in (self.dropout, self.path_dropout))
+        plain = not (post or dropped or self.enable_sequence_parallel)
         attend = self._own_attention()
         length = attended_length(self, inputs, attend.cached_key if decode else None, max_decode_length)
         attended, normed = attend(
             inputs, None, attention_mask, summed_bias(self._position_bias(length), core_attention_bias),
             decode=decode, deterministic=deterministic, sequence_descriptor=sequence_descriptor,
-            rotary_pos_emb=rotary_pos_emb,
+            rotary_pos_emb=rotary_pos_emb, residual=plain,
         )  # fmt: skip
-        x = self._residual(attended, normed if post else inputs, deterministic)
+        x = attended if plain else self._residual(attended, normed if post else inputs, deterministic)
         if self.layer_type is TransformerLayerType.DECODER:
             masked = any(value is not None for value in of_encoded.values())
             attended, normed = self.encoder_decoder_attention(
                 x, encoded, encoder_decoder_mask,
                 decode=decode, deterministic=deterministic, sequence_descriptor=encoder_decoder_sequence_descriptor,
-                attn_mask_type="padding" if masked else "no_mask",
+                attn_mask_type="padding" if masked else "no_mask", residual=plain,
             )  # fmt: skip
-            x = self._residual(attended, normed if post else x, deterministic)
-        fed, normed = self.mlp(inputs if self.parallel_attention_mlp else x, deterministic=deterministic)
-        x = self._residual(fed, normed if post else x, deterministic)
+            x = attended if plain else self._residual(attended, normed if post else x, deterministic)
+        plain = plain and not self.parallel_attention_mlp
+        source = inputs if self.parallel_attention_mlp else x
+        fed, normed = self.mlp(source, deterministic=deterministic, residual=plain)
+        x = self._constrained(fed) if plain else self._residual(fed, normed if post else x, deterministic)
         return x if self.output_layernorm is None else self.output_layernorm(x)
 
     def _position_bias(self, length: int) -> jax.Array | None:

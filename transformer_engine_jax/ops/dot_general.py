@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import string
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.quantized import GemmQuantizers, GemmState, attach_gemm, keep, under
+from transformer_engine_jax.quantized import GemmQuantizers, GemmState, gemm_quantizers, keep, under
 from transformer_engine_jax.recipe import Recipe
 
 # ((contracted axes of x, of the kernel), (batch axes of x, of the kernel))
@@ -40,19 +40,18 @@ def dot_general(
     (x_k, kernel_k), (x_batch, kernel_batch) = _checked(x, kernel, dimension_numbers)
     x_free = [a for a in range(x.ndim) if a not in (*x_k, *x_batch)]
     kernel_free = [a for a in range(kernel.ndim) if a not in (*kernel_k, *kernel_batch)]
-    batch, columns = [x.shape[a] for a in x_batch], [kernel.shape[a] for a in kernel_free]
-    rows, k = [x.shape[a] for a in x_free], [x.shape[a] for a in x_k]
-    # The op wants something to contract and a column; where there is none it gets an axis of one.
-    a = x.transpose(*x_batch, *x_free, *x_k).reshape(math.prod(batch), *rows, *(k or [1]))
-    b = kernel.transpose(*kernel_batch, *kernel_k, *kernel_free).reshape(
-        math.prod(batch), *(k or [1]), *(columns or [1])
-    )
-
-    def product(a, b):
-        return dense(a, b, k_axes=len(k or [1]), quantizers=quantizers)
-
-    y = jax.vmap(product)(a, b) if batch else product(a[0], b[0])
-    return y.reshape(*batch, *rows, *columns)
+    a = x.transpose(*x_batch, *x_free, *x_k)
+    b = kernel.transpose(*kernel_batch, *kernel_k, *kernel_free)
+    # `dense` wants something to contract and a column; where there is none it gets an axis of one.
+    if not x_k:
+        a, b = a[..., None], jnp.expand_dims(b, len(x_batch))
+    if not kernel_free:
+        b = b[..., None]
+    product = functools.partial(dense, k_axes=max(len(x_k), 1), quantizers=quantizers)
+    for _ in x_batch:
+        product = jax.vmap(product)
+    y = product(a, b)
+    return y if kernel_free else y[..., 0]
 
 
 def _checked(x, kernel, dimension_numbers) -> DimensionNumbers:
@@ -157,10 +156,8 @@ def fp8_dot_general(
             "fp8_dot_general: state: expected a GemmState, such as GemmState.create(recipe), got "
             f"{type(state).__name__}"
         )
-    state = GemmState(None, None, None) if state is None else state
     with under(recipe):
         in_force = current().recipe
-        used = in_force is not None and in_force.stateful
-        quantizers = attach_gemm(state if used else GemmState(None, None, None))
+        quantizers = gemm_quantizers(state)
     y = dot_general(x, kernel, dimension_numbers, quantizers=quantizers)
-    return y if used else keep(y, state)
+    return y if in_force is not None and in_force.stateful else keep(y, state)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.quantize import E4M3, E5M2, is_fp8
+from transformer_engine_jax.ops.quantize import E5M2, is_fp8
 from transformer_engine_jax.ops.result import store
 
 
@@ -25,28 +25,46 @@ def _needs_all_of_k(attributes: Mapping[str, Any]) -> str:
     return "k" if attributes["amax"] or is_fp8(attributes["dtype"]) else ""
 
 
-def _fused_on_cuda(a, b, bias, c, dtype, amax: bool, k: int, n: int) -> bool:
-    """Whether cuBLASLt does it all in one call; `fused` in cpp/ops/gemm.cu is the same rule."""
+def _limits_of_cublaslt(a, b, bias, c, dtype, amax: bool, k: int, n: int):
+    """(whether it is past the limit, the limit) of one fused call; `fused` in cpp/ops/gemm.cu is the same rule."""
     c_as_d = c is None or c.dtype == dtype
-    if k == 0:
-        return False
+    yield k == 0, "an empty sum is no product"
     if not is_fp8(a.dtype):
-        return dtype in (a.dtype, np.float32) and c_as_d and not amax
-    if k % 16 or n % 16 or (a.dtype == E5M2 and b.dtype == E5M2):
-        return False
+        yield dtype not in (a.dtype, np.float32), "the result's dtype is neither the operands' nor f32"
+        yield not c_as_d, "c has another dtype than d"
+        yield amax, "cuBLASLt finds the amax of FP8 results alone"
+        return
+    yield bool(k % 16 or n % 16), "in bf16: FP8 tensor cores need k and n in multiples of 16"
+    yield a.dtype == E5M2 and b.dtype == E5M2, "in bf16: FP8 tensor cores have no product of E5M2 and E5M2"
     if is_fp8(dtype):
-        return (dtype == E4M3 or E5M2 in (a.dtype, b.dtype)) and (c is None or c.dtype != np.float32)
-    exact_bias = bias is None or dtype != np.float32 or bias.dtype == jnp.bfloat16
-    return exact_bias and c_as_d and not amax
+        yield dtype == E5M2 and E5M2 not in (a.dtype, b.dtype), "in bf16: an E5M2 result needs an E5M2 operand"
+        yield c is not None and c.dtype == np.float32, "in bf16: c is f32 and the result FP8"
+    else:
+        exact_bias = bias is None or dtype != np.float32 or bias.dtype == jnp.bfloat16
+        yield not exact_bias, "in bf16: the bias of an f32 result would be rounded to bf16"
+        yield not c_as_d, "in bf16: c has another dtype than d"
+        yield amax, "in bf16: cuBLASLt finds the amax of FP8 results alone"
+
+
+def _sizes(a, b, k_axes: int) -> tuple[int, int, int]:
+    """m, n, k."""
+    m, n = (prod(x.shape[: x.ndim - k_axes]) for x in (a, b))
+    return m, n, prod(a.shape[a.ndim - k_axes :])
+
+
+def _note(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes, amax, **_) -> str:
+    """Why cuBLASLt needs help with this product, "" where it does not."""
+    _, n, k = _sizes(a, b, k_axes)
+    limits = _limits_of_cublaslt(a, b, bias, c, np.dtype(dtype), amax, k, n)
+    return next((why for past, why in limits if past), "")
 
 
 def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes, amax, **_) -> int:
     """Scratch of the CUDA handler: cuBLASLt's own and a bias in another dtype; where cuBLASLt can't do it all, the
     sums in f32 and FP8 operands in bf16. Each piece is aligned to 256 bytes."""
     dtype = np.dtype(dtype)
-    m, n = prod(a.shape[: a.ndim - k_axes]), prod(b.shape[: b.ndim - k_axes])
-    k = prod(a.shape[a.ndim - k_axes :])
-    if _fused_on_cuda(a, b, bias, c, dtype, amax, k, n):
+    m, n, k = _sizes(a, b, k_axes)
+    if not any(past for past, _ in _limits_of_cublaslt(a, b, bias, c, dtype, amax, k, n)):
         pieces = [0 if bias is None else 4 * n]
     else:
         pieces = [0 if dtype == np.float32 else 4 * m * n]
@@ -60,6 +78,7 @@ def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes,
     reduce={"d": "sum", "amax": "max"},
     once=("bias", "c"),
     workspace=_scratch,
+    note=_note,
 )
 def gemm(
     a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes=1, split_accumulator=True, amax=False

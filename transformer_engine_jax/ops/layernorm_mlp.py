@@ -145,7 +145,7 @@ def layernorm_mlp(
         first, second = quantizers or (None, None)
         normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
         z = checkpoint_name(dense(normed, kernel_1, bias_1, quantizers=first), names[0])
-        a = activation(z, activations)
+        a = activation(z, activations, activation_params)
         return checkpoint_name(
             dense(a, kernel_2, bias_2, quantizers=second, residual=x if residual else None), names[1]
         )

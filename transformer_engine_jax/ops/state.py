@@ -46,6 +46,7 @@ def read(reports: jax.Array) -> jax.Array:
 class UpdatedState(NamedTuple):
     scale: jax.Array  # f32[..]
     history: jax.Array  # f32[.., H]
+    uses: jax.Array  # f32[..] ones: a constant would be copied, which is a launch
 
 
 class MendedState(NamedTuple):
@@ -59,13 +60,14 @@ class Scales(NamedTuple):
     scale_inv: jax.Array  # f32[..]
 
 
-@kernel("... r, ..., ... h -> ..., ... h", whole="rh")
+@kernel("... r, ..., ... h -> ..., ... h, ...", whole="rh")
 def update_state(reports, scale, history, *, fp8_max, two_to_margin, most_recent) -> UpdatedState:
     """The state after a step: the reported amax enters the history, and sets the scale alone or with the others."""
     amax = read(reports)
     history = jnp.concatenate([amax[..., None], history[..., 1:]], axis=-1)
     window = amax if most_recent else jnp.max(history, axis=-1)
-    return UpdatedState(scale_from_amax(window, scale, fp8_max, two_to_margin), jnp.roll(history, 1, axis=-1))
+    scale = scale_from_amax(window, scale, fp8_max, two_to_margin)
+    return UpdatedState(scale, jnp.roll(history, 1, axis=-1), jnp.ones_like(scale))
 
 
 @kernel("..., ... h, ... -> ..., ..., ... h", whole="h")

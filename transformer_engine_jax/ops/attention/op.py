@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from transformer_engine_jax.decisions import decided
 from transformer_engine_jax.ops.attention.backends import attention_backend, warn_of_fallback
 from transformer_engine_jax.ops.attention.cudnn import cudnn_attention
 from transformer_engine_jax.ops.attention.options import Attention
@@ -64,16 +65,17 @@ def dot_product_attention(
         options, query, key, value,
         sequence_descriptor=sequence_descriptor, mask=mask, bias=bias, dropout_key=dropout_key,
     )  # fmt: skip
-    if backend == "cudnn":
-        return cudnn_attention(
+    with decided("attention", backend, why):
+        if backend == "cudnn":
+            return cudnn_attention(
+                options, query, key, value,
+                sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias,
+            )  # fmt: skip
+        warn_of_fallback(why)
+        return attention_reference(
             options, query, key, value,
-            sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias,
+            queries=queries, keys=keys, mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key,
         )  # fmt: skip
-    warn_of_fallback(why)
-    return attention_reference(
-        options, query, key, value,
-        queries=queries, keys=keys, mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key,
-    )  # fmt: skip
 
 
 def _check_shapes(query, key, value) -> None:

@@ -1,17 +1,20 @@
-"""Modules with fields drawn at random: whatever fits together runs, forward and backward, in each recipe."""
+"""Modules with fields drawn at random: what fits together runs, forward and backward, in each recipe and in NNX."""
 
 import warnings
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import steps
-from emulated import normal
+from emulated import BF16, F32, normal
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from steps import CURRENT, DELAYED
 
+import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import (
     LayerNormMLP,
@@ -19,6 +22,7 @@ from transformer_engine_jax.flax import (
     SequenceDescriptor,
     TransformerLayer,
     TransformerLayerType,
+    init_state,
 )
 
 B, S, SOURCE, HIDDEN, HEADS = 2, 8, 6, 32, 4
@@ -26,13 +30,13 @@ X, ENCODED, BIAS = normal(13, (B, S, HIDDEN), (B, SOURCE, HIDDEN), (1, HEADS, S,
 LENGTHS = np.array([S, 5])
 PADDING = np.arange(S)[None, None, None, :] >= LENGTHS[:, None, None, None]
 
-few = settings(
-    max_examples=8, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+few = settings(max_examples=8, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 flag = st.booleans()
 one_of = lambda *values: st.sampled_from(values)
 rate = one_of(0.0, 0.5)
-setup = st.fixed_dictionaries({"rec": one_of(None, DELAYED, CURRENT), "dtype": one_of(jnp.float32, jnp.bfloat16)})
+setup = st.fixed_dictionaries(
+    {"rec": one_of(None, DELAYED, CURRENT), "dtype": one_of(jnp.float32, jnp.bfloat16), "deterministic": flag}
+)
 
 NORM = dict(layernorm_type=one_of("layernorm", "rmsnorm"), zero_centered_gamma=flag, use_bias=flag)
 ROPE = dict(
@@ -77,12 +81,29 @@ def padding(mask_type: str, by_descriptor: bool, mask_name: str) -> dict:
     return {mask_name: PADDING}
 
 
-def assert_runs(module, x, *, rec, dtype, **call):
-    """Outputs like the inputs, gradients like the variables, all finite; the recipe changes little."""
+def random_variables(module, rec, *args, **call):
+    """As if from init, without compiling it."""
+    shapes = jax.eval_shape(partial(module.init, jax.random.key(0), **call), *args)["params"]
+    rng = np.random.default_rng(0)
+
+    def draw(path, p):
+        noise = rng.standard_normal(p.shape, np.float32)
+        return jnp.asarray(noise / np.sqrt(p.shape[0]) if "kernel" in path[-1].key else 1 + 0.2 * noise, p.dtype)
+
+    variables = {"params": jax.tree_util.tree_map_with_path(draw, nn.unbox(shapes))}
+    with steps.autocast(rec):
+        return variables if rec is None else init_state(module, variables, *args, **call)
+
+
+def assert_runs(module, x, *, rec, dtype, twin=None, **call) -> None:
+    """Outputs like the inputs, gradients like the variables, all finite; the recipe changes little.
+
+    twin: makes the NNX module of these fields, which without dropout has the same outputs.
+    """
     call = {name: v.astype(dtype) if name == "encoded" else v for name, v in call.items()}
     x = jnp.asarray(x, dtype)
-    variables = steps.randomized(steps.init(module, x, rec=rec, deterministic=True, **call))
     run = partial(module.apply, rngs={"dropout": jax.random.key(0)}, **call)
+    variables = random_variables(module, rec, x, **{**call, "deterministic": True})
     with warnings.catch_warnings(), steps.autocast(rec):
         warnings.simplefilter("error")
         out, (grads, dx) = steps.step(run, variables, x)
@@ -93,6 +114,12 @@ def assert_runs(module, x, *, rec, dtype, **call):
     without = jax.jit(run)(variables, x)
     # Up to eight products in a row of two E4M3 factors: sqrt(8) * 0.036, and scales of 1 that fit only roughly.
     assert testing.relative_error(out, without) < 0.2
+    if twin is not None and call["deterministic"]:
+        with steps.autocast(rec):
+            model = twin(rngs=nnx.Rngs(0))
+        te_nnx.from_linen(model, variables)
+        got = nnx.jit(lambda model, x: model(x, **call))(model, x)
+        testing.assert_close(got, without, 5 * F32 if dtype == jnp.float32 else 2 * BF16)
 
 
 @few
@@ -114,8 +141,9 @@ def test_layernorm_mlp(fields, setup):
 
 
 @few
-@drawn(**NORM, **ATTENTION, **SCOPES, mlp_activations=ACTIVATIONS, hidden_dropout=rate, hidden_dropout_dims=one_of((), (1,)),
-       intermediate_dropout=rate, drop_path=rate, post=flag, output_layernorm=flag, parallel=flag, decoder=flag,
+@drawn(**NORM, **ATTENTION, **SCOPES, mlp_activations=ACTIVATIONS, hidden_dropout=rate,
+       hidden_dropout_dims=one_of((), (1,)), intermediate_dropout=rate, drop_path=rate, post=flag,
+       output_layernorm=flag, parallel=flag, decoder=flag,
        self_attn_mask_type=one_of(*MASKS), self_attn_bias_type=one_of(None, "pre_scale_bias", "post_scale_bias"),
        enable_relative_embedding=flag, kv_channels=one_of(None, 6), biased=flag, by_descriptor=flag)  # fmt: skip
 def test_transformer_layer(fields, setup):
@@ -125,13 +153,13 @@ def test_transformer_layer(fields, setup):
     call |= {"encoded": turned(transposed, ENCODED)} if decoder else {}
     post = fields.pop("post")
     parallel = fields.pop("parallel") and not (decoder or post)
-    layer = TransformerLayer(
+    fields |= dict(
         hidden_size=HIDDEN,
         mlp_hidden_size=24,
         num_attention_heads=HEADS,
         layer_type=TransformerLayerType.DECODER if decoder else TransformerLayerType.ENCODER,
         apply_residual_connection_post_layernorm=post,
         parallel_attention_mlp=parallel,
-        **fields,
     )
-    assert_runs(layer, turned(transposed, X), **call, **setup)
+    twin = partial(te_nnx.TransformerLayer, **fields)
+    assert_runs(TransformerLayer(**fields), turned(transposed, X), twin=twin, **call, **setup)
