@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 AT_ONCE = 6 * 10**9  # bytes
+SHORTEST_TURN = 0.03  # seconds
 
 
 class Timing(NamedTuple):
@@ -47,13 +49,18 @@ def operand_sets(operands: Sequence[jax.Array], size: int, most: int = 64) -> li
 def interleaved(
     calls: dict[str, Callable[[], object]], *, rounds: int = 12, calls_per_round: int = 5
 ) -> dict[str, Timing]:
-    """Milliseconds of each call: medians over rounds in which every contender runs `calls_per_round` times.
+    """Milliseconds of each call: medians over rounds in which each contender runs `calls_per_round` times or 30 ms.
 
-    A `Repeated` counts as the calls that it makes.
+    Python starts the next call while the device computes; what a turn's first and last call wait for each other must
+    not count as theirs. A `Repeated` counts as the calls that it makes.
     """
+    shortest = float("inf")
     for call in calls.values():
         for _ in range(3):
+            began = time.perf_counter()
             jax.block_until_ready(call())
+            shortest = min(shortest, time.perf_counter() - began)
+    calls_per_round = max(calls_per_round, min(math.ceil(SHORTEST_TURN / shortest), 100))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(max(rounds, 2)):
         for name, call in calls.items():

@@ -13,6 +13,8 @@ import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import STATE_COLLECTION, LayerNormMLP
 
+pytest.importorskip("flatbuffers", reason="what jax.export writes with")
+
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 16)))
 MODULE = LayerNormMLP(intermediate_dim=32, use_bias=True, activations=("silu", "linear"))
 

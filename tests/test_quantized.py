@@ -20,11 +20,11 @@ def spec(r=DELAYED, dtype=E4M3):
 
 
 def update(state, amax, r, dtype):
-    return update_from_reports(state, report(amax), r, dtype)
+    return update_from_reports([state], [report(amax)], r, [dtype])[0]
 
 
 def mend(state, r, dtype):
-    mended, scale_inv = mend_with_inverse(state, r, dtype)
+    ((mended, scale_inv),) = mend_with_inverse([state], r, [dtype])
     assert scale_inv == np.float32(1) / mended.scale
     return mended
 
@@ -133,7 +133,7 @@ def used(state, amax, times=1):
         return jnp.zeros(())
 
     use.defvjp(lambda q: (jnp.zeros(()), q), lambda q, g: (observe(q, jnp.float32(amax)),))
-    quantizer = attach(state, spec())
+    quantizer = attach([state], [spec()])[0]
     return sum(use(quantizer) for _ in range(times))
 
 
@@ -162,7 +162,7 @@ def test_losses_summed_over_microbatches_update_once():
 
 def test_a_state_that_came_back_as_zeros_counts_as_new():
     zeros = jax.tree.map(jnp.zeros_like, QuantizerState.create(DELAYED))
-    assert attach(zeros, spec()).scale == 1
+    assert attach([zeros], [spec()])[0].scale == 1
     assert jax.grad(used)(zeros, 7.0).scale == 64
 
 
@@ -174,14 +174,14 @@ def test_keep_returns_states_as_their_own_gradient():
 
 def test_errors_of_attach():
     with pytest.raises(ValueError, match="needs a QuantizerState, got None"):
-        attach(None, spec())
+        attach([None], [spec()])
     with pytest.raises(ValueError, match=r"f32\[4\].*got.*\(16,\)"):
-        attach(QuantizerState.create(recipe.DelayedScaling()), spec())
+        attach([QuantizerState.create(recipe.DelayedScaling())], [spec()])
 
 
 def test_current_scaling_needs_no_state():
     with autocast(True, recipe.Float8CurrentScaling()):
-        quantizer = attach(None, spec(recipe.Float8CurrentScaling()))
+        quantizer = attach([None], [spec(recipe.Float8CurrentScaling())])[0]
     assert quantizer.scale is None and not jax.tree.leaves(quantizer)
 
 
@@ -201,6 +201,22 @@ def test_each_scan_step_and_each_call_attaches_at_the_level_of_the_state():
         assert new.uses == 1 and 7 <= new.amax_history.max() <= 7 * 1.25 and 448 / 7 / 1.25 <= new.scale <= 448 / 7
 
 
+def test_states_of_one_gemm_from_different_levels_of_tracing():
+    """One is differentiated, one is a constant of the jitted function, one is an argument of it."""
+    states = [state_after([float(a)]) for a in (2, 3, 5)]
+
+    @jax.jit
+    def step(argument):
+        def loss(traced):
+            quantizers = attach([traced, states[1], argument], [spec()] * 3)
+            return sum(jnp.sum(q.scale * 0) + jnp.sum(q.observed * report(jnp.float32(7))) for q in quantizers)
+
+        return jax.grad(loss)(states[0])
+
+    new = step(states[2])
+    assert new.uses == 1 and np.isfinite(new.scale)
+
+
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit], ids=["remat", "inner jit"])
 def test_states_that_were_added_up_are_mended_when_read(wrap):
     """Two calls that each see the state as an argument of their own trace: their updated states add up."""
@@ -210,7 +226,7 @@ def test_states_that_were_added_up_are_mended_when_read(wrap):
     assert total.uses == 2
     mended = mend(total, DELAYED, E4M3)
     expected = update(state, jnp.float32(7), DELAYED, E4M3)
-    assert mended.uses == 1 and attach(total, spec()).scale == mended.scale
+    assert mended.uses == 1 and attach([total], [spec()])[0].scale == mended.scale
     np.testing.assert_array_equal(mended.amax_history[2:], expected.amax_history[2:])
     assert 7 <= mended.amax_history[1] <= 14 and 448 / 14 <= mended.scale <= expected.scale
     # The next step, whatever it observes, goes on from there.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.extend.core import set_current_trace
 
 from transformer_engine_jax.autocast import autocast, current
 from transformer_engine_jax.kernel import differentiable
-from transformer_engine_jax.ops.state import BINS, mend_state, read, update_state
+from transformer_engine_jax.ops.state import BINS, by_state, in_threes, mend_state, read, update_state
 from transformer_engine_jax.recipe import DelayedScaling, Recipe, delayed_scale
 
 
@@ -60,10 +61,9 @@ class GemmState(NamedTuple):
         return cls(*[QuantizerState.create(recipe) if recipe.stateful else None for _ in cls._fields])
 
 
-def _arithmetic(recipe: DelayedScaling, dtype) -> dict[str, Any]:
-    """The recipe as attributes of the state's kernels."""
-    return {
-        "fp8_max": float(jnp.finfo(dtype).max),
+def _arithmetic(recipe: DelayedScaling, dtypes: Sequence[np.dtype]) -> dict[str, Any]:
+    """The recipe as attributes of the kernels of states for tensors of these formats."""
+    return {f"fp8_max_{i}": float(jnp.finfo(dtype).max) for i, dtype in enumerate(dtypes)} | {
         "two_to_margin": float(2.0**recipe.margin),
         "most_recent": recipe.amax_compute_algo == "most_recent",
     }
@@ -73,29 +73,42 @@ def _has_own_algorithm(recipe: DelayedScaling) -> bool:
     return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
 
 
-def update(state: QuantizerState, reports: jax.Array, recipe: DelayedScaling, dtype) -> QuantizerState:
-    """The state after a step that observed the amaxes of `reports`, f32[bins]."""
+def update(
+    states: Sequence[QuantizerState], reports: Sequence[jax.Array], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
+) -> list[QuantizerState]:
+    """Up to three states after a step that observed the amaxes of `reports`, f32[bins] for each."""
     if _has_own_algorithm(recipe):
-        history = state.amax_history.at[0].set(read(reports))
-        scale = delayed_scale(recipe, history, state.scale, dtype)
-        return QuantizerState(scale, jnp.roll(history, 1), jnp.ones_like(scale))
-    return QuantizerState(*update_state(reports, state.scale, state.amax_history, **_arithmetic(recipe, dtype)))
+        updated = []
+        for state, report, dtype in zip(states, reports, dtypes):
+            history = state.amax_history.at[0].set(read(report))
+            scale = delayed_scale(recipe, history, state.scale, dtype)
+            updated.append(QuantizerState(scale, jnp.roll(history, 1), jnp.ones_like(scale)))
+        return updated
+    operands = in_threes([(report, s.scale, s.amax_history) for s, report in zip(states, reports)])
+    results = by_state(update_state(*operands, **_arithmetic(recipe, dtypes)), len(states))
+    return [QuantizerState(*result) for result in results]
 
 
-def mend(state: QuantizerState, recipe: DelayedScaling, dtype) -> tuple[QuantizerState, jax.Array]:
-    """(the state to start a step from, 1 / its scale): the state itself, unless it is a sum of states, or of none.
+def mend(
+    states: Sequence[QuantizerState], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
+) -> list[tuple[QuantizerState, jax.Array]]:
+    """For each of up to three states (the state to start a step from, 1 / its scale).
 
-    In a sum of n updated states of one step all but the newest amax are n times what they were; the newest ones add
-    up to at most n times their maximum, which is kept: an amax may be too large, never too small. A state that no
-    output depended on comes back as zeros, and starts anew.
+    It is the state itself, unless that is a sum of states, or of none. In a sum of n updated states of one step all but
+    the newest amax are n times what they were; the newest ones add up to at most n times their maximum, which is kept:
+    an amax may be too large, never too small. A state that no output depended on comes back as zeros, and starts anew.
     """
-    mended = mend_state(state.scale, state.amax_history, state.uses, **_arithmetic(recipe, dtype))
-    if not _has_own_algorithm(recipe):
-        return QuantizerState(mended.scale, mended.history, jnp.ones_like(mended.scale)), mended.scale_inv
-    n = jnp.maximum(state.uses, 1.0)
-    last = jnp.where((state.scale > 0) & jnp.isfinite(state.scale), state.scale / n, 1.0)
-    scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(mended.history, -1), last, dtype), last)
-    return QuantizerState(scale, mended.history, jnp.ones_like(scale)), 1.0 / scale
+    operands = in_threes([(s.scale, s.amax_history, s.uses) for s in states])
+    results = by_state(mend_state(*operands, **_arithmetic(recipe, dtypes)), len(states))
+    mended = []
+    for state, (scale, scale_inv, history), dtype in zip(states, results, dtypes):
+        if _has_own_algorithm(recipe):
+            n = jnp.maximum(state.uses, 1.0)
+            last = jnp.where((state.scale > 0) & jnp.isfinite(state.scale), state.scale / n, 1.0)
+            scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(history, -1), last, dtype), last)
+            scale_inv = 1.0 / scale
+        mended.append((QuantizerState(scale, history, jnp.ones_like(scale)), scale_inv))
+    return mended
 
 
 # --- One step's view of the state ------------------------------------------------------------------------------------
@@ -130,40 +143,50 @@ class GemmQuantizers(NamedTuple):
     grad: Any
 
 
-def _attach_forward(spec: QuantizerSpec, state: QuantizerState):
-    state, scale_inv = mend(state, spec.recipe, spec.dtype)
-    # Zeros that vmap takes for as many as there are states: it adds up the reports to what states have in common.
-    zero = jax.lax.select(state.scale > 0, jnp.float32(0), jnp.float32(0))
-    return (state.scale, scale_inv, jnp.broadcast_to(zero, (BINS,))), state
+def _attach_forward(specs: tuple[QuantizerSpec, ...], *states: QuantizerState):
+    mended = mend(states, specs[0].recipe, [spec.dtype for spec in specs])
+    views = []
+    for state, scale_inv in mended:
+        # Zeros that vmap takes for as many as there are states: it adds up the reports to what states have in common.
+        zero = jax.lax.select(state.scale > 0, jnp.float32(0), jnp.float32(0))
+        views.append((state.scale, scale_inv, jnp.broadcast_to(zero, (BINS,))))
+    return views, [state for state, _ in mended]
 
 
-def _attach_backward(spec: QuantizerSpec, state: QuantizerState, cotangent):
-    return (update(state, cotangent[2], spec.recipe, spec.dtype),)
+def _attach_backward(specs: tuple[QuantizerSpec, ...], states: list[QuantizerState], cotangents):
+    reports = [cotangent[2] for cotangent in cotangents]
+    return tuple(update(states, reports, specs[0].recipe, [spec.dtype for spec in specs]))
 
 
 _attach = differentiable(_attach_forward, _attach_backward)
 
 
-def _attach_once(spec: QuantizerSpec, state: QuantizerState) -> Quantizer:
-    """_attach at the level of tracing where the state lives, and once there.
+def _attach_once(specs: tuple[QuantizerSpec, ...], states: tuple[QuantizerState, ...]) -> list[Quantizer]:
+    """_attach at the level of tracing where the states live, and once there.
 
     Attaching inside the body of a scan, or in each of two calls of one model, would add up updated states, and
     double the scale, where adding up the reports is what is wanted.
     """
-    leaf = state.scale
+
+    def attached() -> list[Quantizer]:
+        return [Quantizer(*view, spec) for view, spec in zip(_attach(specs, *states), specs)]
+
+    leaves = [state.scale for state in states]
+    if len({id(getattr(leaf, "_trace", None)) for leaf in leaves}) > 1:  # states of several levels: each at its own
+        return [_attach_once((spec,), (state,))[0] for spec, state in zip(specs, states)]
     here = jax.sharding.get_abstract_mesh().manual_axes or jax.config.jax_check_tracer_leaks
-    if here or not isinstance(leaf, jax.core.Tracer):
-        return Quantizer(*_attach(spec, state), spec)
+    if here or not isinstance(leaves[0], jax.core.Tracer):
+        return attached()
     # Remembered on the trace itself, and so gone with it.
-    trace = leaf._trace
+    trace = leaves[0]._trace
     owner = trace if hasattr(trace, "__dict__") else getattr(trace, "frame", None)
-    attached = owner.__dict__.setdefault("_te_attached", {}) if hasattr(owner, "__dict__") else {}
-    key = (spec, id(leaf), id(state.amax_history))
-    if key not in attached:
+    known = owner.__dict__.setdefault("_te_attached", {}) if hasattr(owner, "__dict__") else {}
+    key = (specs, *[(id(state.scale), id(state.amax_history)) for state in states])
+    if key not in known:
         with set_current_trace(trace):
-            quantizer = Quantizer(*_attach(spec, state), spec)
-        attached[key] = (state, quantizer)  # the state too, lest an id be used again
-    return attached[key][1]
+            quantizers = attached()
+        known[key] = (states, quantizers)  # the states too, lest an id be used again
+    return known[key][1]
 
 
 def quantizer_spec(*, backward: bool = False, checkpoint_name: str | None = None) -> QuantizerSpec:
@@ -174,26 +197,30 @@ def quantizer_spec(*, backward: bool = False, checkpoint_name: str | None = None
     return QuantizerSpec(recipe, dtype, context.amax_axes, context.calibrating, checkpoint_name)
 
 
-def attach(state: QuantizerState | None, spec: QuantizerSpec) -> Quantizer:
-    """This step's Quantizer; the gradient with respect to `state` will be the next state.
+def attach(states: Sequence[QuantizerState | None], specs: Sequence[QuantizerSpec]) -> list[Quantizer]:
+    """This step's Quantizers, of the up to three tensors of a GEMM under one recipe.
+
+    The gradient with respect to each state will be the next state.
 
     Raises:
-      ValueError: the recipe needs a state and there is none, or its history has another length.
+      ValueError: the recipe needs states and one is missing, or its history has another length.
     """
-    if not spec.recipe.stateful:
-        return Quantizer(None, None, None, spec)
-    if state is None:
-        raise ValueError(
-            f"attach: {type(spec.recipe).__name__} needs a QuantizerState, got None; GemmState.create() makes them"
-        )
-    length = (spec.recipe.amax_history_len,)
-    if jnp.shape(state.amax_history) != length or jnp.shape(state.scale) != ():
-        raise ValueError(
-            f"attach: expected a state of scale f32[] and amax_history f32{list(length)} (the recipe's "
-            f"amax_history_len), got {jnp.shape(state.scale)} and {jnp.shape(state.amax_history)}; "
-            "initialise the state under the recipe that it is used with"
-        )
-    return _attach_once(spec, state)
+    recipe = specs[0].recipe
+    if not recipe.stateful:
+        return [Quantizer(None, None, None, spec) for spec in specs]
+    for state in states:
+        if state is None:
+            raise ValueError(
+                f"attach: {type(recipe).__name__} needs a QuantizerState, got None; GemmState.create() makes them"
+            )
+        length = (recipe.amax_history_len,)
+        if jnp.shape(state.amax_history) != length or jnp.shape(state.scale) != ():
+            raise ValueError(
+                f"attach: expected a state of scale f32[] and amax_history f32{list(length)} (the recipe's "
+                f"amax_history_len), got {jnp.shape(state.scale)} and {jnp.shape(state.amax_history)}; "
+                "initialise the state under the recipe that it is used with"
+            )
+    return _attach_once(tuple(specs), tuple(states))
 
 
 def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
@@ -224,7 +251,7 @@ def gemm_quantizers(
         state = GemmState(None, None, None) if state is None else state
         forward = quantizer_spec(checkpoint_name=checkpoint_name)
         backward = quantizer_spec(backward=True, checkpoint_name=checkpoint_name)
-        return GemmQuantizers(attach(state.x, forward), attach(state.kernel, forward), attach(state.grad, backward))
+        return GemmQuantizers(*attach(state, (forward, forward, backward)))
 
 
 def _keep_forward(_, y, states):

@@ -5,49 +5,68 @@
 
 namespace te {
 
-ffi::Error UpdateState(In reports, In scale, In history, Out scale_out, Out history_out, Out uses,
-                       StateAttributes attributes) {
-  const Check check = check_update(reports, scale, history, scale_out, history_out, uses);
-  if (check.failed()) return check.error();
-  const Matrix r = matrix(reports, 1), h = matrix(history, 1);
-  for (int64_t state = 0; state < h.rows; ++state) {
-    const float* report = r.as<float>() + state * r.cols;
-    const float* old = h.as<float>() + state * h.cols;
-    float* next = history_out->typed_data<float>() + state * h.cols;
-    float amax = 0.f;
-    for (int64_t bin = 0; bin < r.cols; ++bin) {
-      amax = larger(amax, std::min(report[bin], bin_edge(static_cast<int>(bin), static_cast<int>(r.cols))));
-    }
-    float window = amax;
-    for (int64_t i = 1; i < h.cols; ++i) {
-      if (!attributes.most_recent) window = larger(window, old[i]);
-      next[(i + 1) % h.cols] = old[i];
-    }
-    next[newest_of(h.cols)] = amax;
-    scale_out->typed_data<float>()[state] = next_scale(window, scale.typed_data<float>()[state], attributes);
-    uses->typed_data<float>()[state] = 1.f;
+namespace {
+
+void update(const StateBuffers& s, int64_t row, const States& all) {
+  const float* reports = s.reports + row * all.bins;
+  const float* old = s.history + row * all.length;
+  float* next = s.next_history + row * all.length;
+  float amax = 0.f;
+  for (int bin = 0; bin < all.bins; ++bin) amax = larger(amax, std::min(reports[bin], bin_edge(bin, all.bins)));
+  float window = amax;
+  for (int64_t i = 1; i < all.length; ++i) {
+    if (!all.most_recent) window = larger(window, old[i]);
+    next[(i + 1) % all.length] = old[i];
+  }
+  next[newest_of(all.length)] = amax;
+  s.next_scale[row] = next_scale(window, s.scale[row], s.fp8_max, all.two_to_margin);
+  s.next_uses[row] = 1.f;
+}
+
+void mend(const StateBuffers& s, int64_t row, const States& all) {
+  const float n = larger(s.uses[row], 1.f);
+  float window = 0.f;
+  for (int64_t i = 0; i < all.length; ++i) {
+    const float amax = mended_amax(s.history[row * all.length + i], i, all.length, n);
+    s.next_history[row * all.length + i] = amax;
+    if (!all.most_recent || i == newest_of(all.length)) window = larger(window, amax);
+  }
+  const float mended = mended_scale(s.scale[row], n, window, s.fp8_max, all.two_to_margin);
+  s.next_scale[row] = mended;
+  s.scale_inv[row] = 1.f / mended;
+}
+
+ffi::Error run(const States& states, void (*one)(const StateBuffers&, int64_t, const States&)) {
+  for (int i = 0; i < states.count; ++i) {
+    for (int64_t row = 0; row < states.rows; ++row) one(states.state[i], row, states);
   }
   return ffi::Error::Success();
 }
 
-ffi::Error MendState(In scale, In history, In uses, Out scale_out, Out scale_inv, Out history_out,
-                     StateAttributes attributes) {
-  const Check check = check_mend(scale, history, uses, scale_out, scale_inv, history_out);
-  if (check.failed()) return check.error();
-  const Matrix h = matrix(history, 1);
-  for (int64_t state = 0; state < h.rows; ++state) {
-    const float n = larger(uses.typed_data<float>()[state], 1.f);
-    float window = 0.f;
-    for (int64_t i = 0; i < h.cols; ++i) {
-      const float amax = mended_amax(h.as<float>()[state * h.cols + i], i, h.cols, n);
-      history_out->typed_data<float>()[state * h.cols + i] = amax;
-      if (!attributes.most_recent || i == newest_of(h.cols)) window = larger(window, amax);
-    }
-    const float mended = mended_scale(scale.typed_data<float>()[state], n, window, attributes);
-    scale_out->typed_data<float>()[state] = mended;
-    scale_inv->typed_data<float>()[state] = 1.f / mended;
+}  // namespace
+
+ffi::Error UpdateState(In r0, In s0, In h0, In r1, In s1, In h1, In r2, In s2, In h2, Out scale0, Out history0,
+                       Out uses0, Out scale1, Out history1, Out uses1, Out scale2, Out history2, Out uses2,
+                       StateAttributes a) {
+  States states(a);
+  for (const Check& check : {add_update(states, a.fp8_max_0, r0, s0, h0, scale0, history0, uses0),
+                             add_update(states, a.fp8_max_1, r1, s1, h1, scale1, history1, uses1),
+                             add_update(states, a.fp8_max_2, r2, s2, h2, scale2, history2, uses2)}) {
+    if (check.failed()) return check.error();
   }
-  return ffi::Error::Success();
+  return run(states, update);
+}
+
+ffi::Error MendState(In s0, In h0, In u0, In s1, In h1, In u1, In s2, In h2, In u2, Out scale0, Out inverse0,
+                     Out history0, Out scale1, Out inverse1, Out history1, Out scale2, Out inverse2, Out history2,
+                     StateAttributes a) {
+  States states(a);
+  for (const Check& check : {add_mend(states, a.fp8_max_0, s0, h0, u0, scale0, inverse0, history0),
+                             add_mend(states, a.fp8_max_1, s1, h1, u1, scale1, inverse1, history1),
+                             add_mend(states, a.fp8_max_2, s2, h2, u2, scale2, inverse2, history2)}) {
+    if (check.failed()) return check.error();
+  }
+  return run(states, mend);
 }
 
 ffi::Error CurrentScale(In amax, Out scale, Out scale_inv, CurrentScaleAttributes attributes) {

@@ -1,5 +1,5 @@
-// Scales and amax histories on the GPU: one block a state, one launch a kernel, where XLA would need six or seven.
-// A launch is mostly latency, so every number is loaded by a thread of its own.
+// Scales and amax histories on the GPU: one block a state, one launch for the states of a GEMM, where XLA would need
+// six or seven for each. A launch is mostly latency, so every number is loaded by a thread of its own.
 #include "core/cuda.cuh"
 #include "ops/state.h"
 
@@ -19,45 +19,44 @@ __device__ __forceinline__ float largest_of_block(float value) {
   return value;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    update_states(const float* reports, int bins, const float* scale, const float* history, int64_t length,
-                  StateAttributes a, float* scale_out, float* history_out, float* uses) {
-  const int64_t state = blockIdx.x;
-  history += state * length, history_out += state * length;
-  const float old_scale = scale[state];
+__global__ void __launch_bounds__(kThreads) update_states(const States all) {
+  const StateBuffers& s = all.state[blockIdx.y];
+  const int64_t row = blockIdx.x, length = all.length;
+  const float* const history = s.history + row * length;
+  float* const history_out = s.next_history + row * length;
+  const float old_scale = s.scale[row];
   float others = 0.f, amax = 0.f;
   for (int64_t i = 1 + threadIdx.x; i < length; i += kThreads) {
     others = larger(others, history[i]);
     history_out[(i + 1) % length] = history[i];
   }
-  for (int bin = threadIdx.x; bin < bins; bin += kThreads) {
-    amax = larger(amax, fminf(reports[state * bins + bin], bin_edge(bin, bins)));
+  for (int bin = threadIdx.x; bin < all.bins; bin += kThreads) {
+    amax = larger(amax, fminf(s.reports[row * all.bins + bin], bin_edge(bin, all.bins)));
   }
   amax = largest_of_block(amax);
-  if (!a.most_recent) others = largest_of_block(others);
+  if (!all.most_recent) others = largest_of_block(others);
   if (threadIdx.x) return;
-  history_out[1 % length] = amax;
-  scale_out[state] = next_scale(a.most_recent ? amax : larger(amax, others), old_scale, a);
-  uses[state] = 1.f;
+  history_out[newest_of(length)] = amax;
+  const float window = all.most_recent ? amax : larger(amax, others);
+  s.next_scale[row] = next_scale(window, old_scale, s.fp8_max, all.two_to_margin);
+  s.next_uses[row] = 1.f;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    mend_states(const float* scale, const float* history, int64_t length, const float* uses, StateAttributes a,
-                float* scale_out, float* scale_inv, float* history_out) {
-  const int64_t state = blockIdx.x;
-  history += state * length, history_out += state * length;
-  const float old_scale = scale[state], n = larger(uses[state], 1.f);
+__global__ void __launch_bounds__(kThreads) mend_states(const States all) {
+  const StateBuffers& s = all.state[blockIdx.y];
+  const int64_t row = blockIdx.x, length = all.length;
+  const float old_scale = s.scale[row], n = larger(s.uses[row], 1.f);
   float window = 0.f;
   for (int64_t i = threadIdx.x; i < length; i += kThreads) {
-    const float amax = mended_amax(history[i], i, length, n);
-    history_out[i] = amax;
-    if (!a.most_recent || i == newest_of(length)) window = larger(window, amax);
+    const float amax = mended_amax(s.history[row * length + i], i, length, n);
+    s.next_history[row * length + i] = amax;
+    if (!all.most_recent || i == newest_of(length)) window = larger(window, amax);
   }
   if (n > 1.f) window = largest_of_block(window);
   if (threadIdx.x) return;
-  const float mended = mended_scale(old_scale, n, window, a);
-  scale_out[state] = mended;
-  scale_inv[state] = 1.f / mended;
+  const float mended = mended_scale(old_scale, n, window, s.fp8_max, all.two_to_margin);
+  s.next_scale[row] = mended;
+  s.scale_inv[row] = 1.f / mended;
 }
 
 __global__ void current_scales(const float* amax, CurrentScaleAttributes a, float* scale, float* scale_inv) {
@@ -69,30 +68,39 @@ __global__ void current_scales(const float* amax, CurrentScaleAttributes a, floa
 
 }  // namespace
 
-ffi::Error UpdateState(cudaStream_t stream, In reports, In scale, In history, Out scale_out, Out history_out, Out uses,
-                       StateAttributes attributes) {
-  const Check check = check_update(reports, scale, history, scale_out, history_out, uses);
-  if (check.failed()) return check.error();
-  const Matrix r = matrix(reports, 1), h = matrix(history, 1);
-  if (h.rows == 0) return ffi::Error::Success();
-  update_states<<<static_cast<unsigned>(h.rows), kThreads, 0, stream>>>(
-      r.as<float>(), static_cast<int>(r.cols), scale.typed_data<float>(), h.as<float>(), h.cols, attributes,
-      scale_out->typed_data<float>(), history_out->typed_data<float>(), uses->typed_data<float>());
+namespace {
+
+ffi::Error run(cudaStream_t stream, const States& states, void (*kernel)(States)) {
+  if (states.count == 0 || states.rows == 0) return ffi::Error::Success();
+  kernel<<<dim3(static_cast<unsigned>(states.rows), states.count), kThreads, 0, stream>>>(states);
   TE_CUDA_CHECK(cudaGetLastError());
   return ffi::Error::Success();
 }
 
-ffi::Error MendState(cudaStream_t stream, In scale, In history, In uses, Out scale_out, Out scale_inv, Out history_out,
-                     StateAttributes attributes) {
-  const Check check = check_mend(scale, history, uses, scale_out, scale_inv, history_out);
-  if (check.failed()) return check.error();
-  const Matrix h = matrix(history, 1);
-  if (h.rows == 0) return ffi::Error::Success();
-  mend_states<<<static_cast<unsigned>(h.rows), kThreads, 0, stream>>>(
-      scale.typed_data<float>(), h.as<float>(), h.cols, uses.typed_data<float>(), attributes,
-      scale_out->typed_data<float>(), scale_inv->typed_data<float>(), history_out->typed_data<float>());
-  TE_CUDA_CHECK(cudaGetLastError());
-  return ffi::Error::Success();
+}  // namespace
+
+ffi::Error UpdateState(cudaStream_t stream, In r0, In s0, In h0, In r1, In s1, In h1, In r2, In s2, In h2, Out scale0,
+                       Out history0, Out uses0, Out scale1, Out history1, Out uses1, Out scale2, Out history2,
+                       Out uses2, StateAttributes a) {
+  States states(a);
+  for (const Check& check : {add_update(states, a.fp8_max_0, r0, s0, h0, scale0, history0, uses0),
+                             add_update(states, a.fp8_max_1, r1, s1, h1, scale1, history1, uses1),
+                             add_update(states, a.fp8_max_2, r2, s2, h2, scale2, history2, uses2)}) {
+    if (check.failed()) return check.error();
+  }
+  return run(stream, states, update_states);
+}
+
+ffi::Error MendState(cudaStream_t stream, In s0, In h0, In u0, In s1, In h1, In u1, In s2, In h2, In u2, Out scale0,
+                     Out inverse0, Out history0, Out scale1, Out inverse1, Out history1, Out scale2, Out inverse2,
+                     Out history2, StateAttributes a) {
+  States states(a);
+  for (const Check& check : {add_mend(states, a.fp8_max_0, s0, h0, u0, scale0, inverse0, history0),
+                             add_mend(states, a.fp8_max_1, s1, h1, u1, scale1, inverse1, history1),
+                             add_mend(states, a.fp8_max_2, s2, h2, u2, scale2, inverse2, history2)}) {
+    if (check.failed()) return check.error();
+  }
+  return run(stream, states, mend_states);
 }
 
 ffi::Error CurrentScale(cudaStream_t stream, In amax, Out scale, Out scale_inv, CurrentScaleAttributes attributes) {

@@ -2,9 +2,9 @@
 // and CUDA, so that both give the same bits (XLA's division on GPUs is not correctly rounded). Any leading axes are so
 // many states.
 //
-//   te_update_state: reports f32[.., bins], scale f32[..], history f32[.., H]
+//   te_update_state: for each of up to three states: reports f32[.., bins], scale f32[..], history f32[.., H]
 //                      -> scale f32[..], history f32[.., H], uses f32[..], all 1 (a constant would be copied)
-//   te_mend_state:   scale f32[..], history f32[.., H], uses f32[..]
+//   te_mend_state:   for each of up to three states: scale f32[..], history f32[.., H], uses f32[..]
 //                      -> scale f32[..], scale_inv f32[..], history f32[.., H]
 //   te_current_scale: amax f32[..] -> scale f32[..], scale_inv f32[..]
 //
@@ -24,9 +24,30 @@
 namespace te {
 
 struct StateAttributes {
-  float fp8_max;        // of the tensor's format
-  float two_to_margin;  // 2^margin
-  bool most_recent;     // the newest amax, not the largest of the history, sets the scale
+  float fp8_max_0, fp8_max_1, fp8_max_2;  // of each tensor's format
+  float two_to_margin;                    // 2^margin
+  bool most_recent;                       // the newest amax, not the largest of the history, sets the scale
+};
+
+// The buffers of one state: operands, then results.
+struct StateBuffers {
+  const float *reports, *scale, *history, *uses;
+  float *next_scale, *scale_inv, *next_history, *next_uses;
+  float fp8_max;
+};
+
+// The states of one call, one after the other in memory for each of its `rows`.
+constexpr int kMostStates = 3;
+struct States {
+  StateBuffers state[kMostStates];
+  int count = 0;
+  int64_t rows = 0;  // states on the leading axes of each
+  int64_t length = 0;
+  int bins = 0;
+  float two_to_margin;
+  bool most_recent;
+
+  explicit States(const StateAttributes& a) : two_to_margin(a.two_to_margin), most_recent(a.most_recent) {}
 };
 
 struct CurrentScaleAttributes {
@@ -49,9 +70,9 @@ TE_EVERYWHERE float bin_edge(int bin, int bins) {
   return edge;
 }
 
-TE_EVERYWHERE float next_scale(float amax, float old_scale, const StateAttributes& a) {
+TE_EVERYWHERE float next_scale(float amax, float old_scale, float fp8_max, float two_to_margin) {
   if (!finite_positive(amax)) return old_scale;
-  const float scale = (a.fp8_max / amax) / a.two_to_margin;
+  const float scale = (fp8_max / amax) / two_to_margin;
   return scale > kLargestScale ? kLargestScale : scale < 1.f / kLargestScale ? 1.f / kLargestScale : scale;
 }
 
@@ -66,14 +87,14 @@ TE_EVERYWHERE float mended_amax(float amax, int64_t i, int64_t length, float n) 
 }
 
 // The scale of a sum of n states whose window holds this amax, or of none.
-TE_EVERYWHERE float mended_scale(float scale, float n, float window, const StateAttributes& a) {
+TE_EVERYWHERE float mended_scale(float scale, float n, float window, float fp8_max, float two_to_margin) {
   const float last = finite_positive(scale) ? scale / n : 1.f;
-  return n > 1.f ? next_scale(window, last, a) : last;
+  return n > 1.f ? next_scale(window, last, fp8_max, two_to_margin) : last;
 }
 
 TE_EVERYWHERE float current_scale(float amax, const CurrentScaleAttributes& a) {
   if (amax < a.amax_epsilon) amax = a.amax_epsilon;
-  float scale = next_scale(amax, 1.f, StateAttributes{a.fp8_max, 1.f, true});
+  float scale = next_scale(amax, 1.f, a.fp8_max, 1.f);
   if (a.power_of_2) {
     uint32_t bits;
     memcpy(&bits, &scale, sizeof bits);
@@ -103,26 +124,63 @@ inline Check check_states(const char* op, const In& scale, const In& history, Ou
   return check.dtype("history_out", *history_out, DType::F32).size("history_out", *history_out, h.rows, h.cols);
 }
 
-inline Check check_update(const In& reports, const In& scale, const In& history, Out& scale_out, Out& history_out,
-                          Out& uses) {
+// All states of a call have one shape; the first one's is that of `states`.
+inline void check_like_first(Check& check, States& states, const In& history, const Matrix& h) {
+  if (states.count == 0) states.rows = h.rows, states.length = h.cols;
+  check.that(h.rows == states.rows && h.cols == states.length, "history", "the shape of the first state's",
+             describe(history));
+}
+
+// Adds a state to `states`, unless it is absent; the first may not be.
+inline Check add_update(States& states, float fp8_max, const In& reports, const In& scale, const In& history,
+                        Out& scale_out, Out& history_out, Out& uses) {
+  if (states.count && absent(history)) return Check("te_update_state");
   Check check = check_states("te_update_state", scale, history, scale_out, history_out);
   check.dtype("reports", reports, DType::F32).axes("reports", reports, 1);
   check.dtype("uses", *uses, DType::F32).size("uses", *uses, states_of(scale), 1);
   if (check.failed()) return check;
-  return check.that(matrix(reports, 1).rows == states_of(scale), "reports", "one row for each state",
-                    describe(reports));
+  const Matrix r = matrix(reports, 1), h = matrix(history, 1);
+  check.that(r.rows == h.rows, "reports", "one row for each state", describe(reports));
+  check_like_first(check, states, history, h);
+  if (check.failed()) return check;
+  states.bins = static_cast<int>(r.cols);
+  states.state[states.count++] = {r.as<float>(),
+                                  scale.typed_data<float>(),
+                                  h.as<float>(),
+                                  nullptr,
+                                  scale_out->typed_data<float>(),
+                                  nullptr,
+                                  history_out->typed_data<float>(),
+                                  uses->typed_data<float>(),
+                                  fp8_max};
+  return check;
 }
 
-inline Check check_mend(const In& scale, const In& history, const In& uses, Out& scale_out, Out& scale_inv,
-                        Out& history_out) {
+inline Check add_mend(States& states, float fp8_max, const In& scale, const In& history, const In& uses, Out& scale_out,
+                      Out& scale_inv, Out& history_out) {
+  if (states.count && absent(history)) return Check("te_mend_state");
   Check check = check_states("te_mend_state", scale, history, scale_out, history_out);
   check.dtype("uses", uses, DType::F32).size("uses", uses, states_of(scale), 1);
-  return check.dtype("scale_inv", *scale_inv, DType::F32).size("scale_inv", *scale_inv, states_of(scale), 1);
+  check.dtype("scale_inv", *scale_inv, DType::F32).size("scale_inv", *scale_inv, states_of(scale), 1);
+  if (check.failed()) return check;
+  const Matrix h = matrix(history, 1);
+  check_like_first(check, states, history, h);
+  if (check.failed()) return check;
+  states.state[states.count++] = {nullptr,
+                                  scale.typed_data<float>(),
+                                  h.as<float>(),
+                                  uses.typed_data<float>(),
+                                  scale_out->typed_data<float>(),
+                                  scale_inv->typed_data<float>(),
+                                  history_out->typed_data<float>(),
+                                  nullptr,
+                                  fp8_max};
+  return check;
 }
 
 }  // namespace te
 
-TE_ATTRIBUTES(te::StateAttributes, TE_ATTRIBUTE(float, fp8_max), TE_ATTRIBUTE(float, two_to_margin),
-              TE_ATTRIBUTE(bool, most_recent));
+TE_ATTRIBUTES(te::StateAttributes, TE_ATTRIBUTE(float, fp8_max_0), TE_ATTRIBUTE(float, fp8_max_1),
+              TE_ATTRIBUTE(float, fp8_max_2), TE_ATTRIBUTE(float, two_to_margin), TE_ATTRIBUTE(bool, most_recent));
 TE_ATTRIBUTES(te::CurrentScaleAttributes, TE_ATTRIBUTE(float, fp8_max), TE_ATTRIBUTE(float, amax_epsilon),
               TE_ATTRIBUTE(bool, power_of_2));

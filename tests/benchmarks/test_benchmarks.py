@@ -126,7 +126,8 @@ def test_train_compares_losses_on_the_same_bytes(tmp_path):
 
 
 def test_names_of_contenders():
-    assert command.chosen(["te", "flax"], peers.CONTENDERS) == ["te-bf16", "te-delayed", "te-current", "flax"]
+    ours = ["te-bf16", "te-delayed", "te-delayed-fast", "te-current"]
+    assert command.chosen(["te", "flax"], peers.CONTENDERS) == [*ours, "flax"]
     assert command.chosen(["bf16,fp8"], gemm.CONTENDERS) == ["bf16", "fp8-fast", "fp8-split", "fp8-xla"]
     with pytest.raises(SystemExit, match="expected some of flax, flax-fp8, .* got 'torch'"):
         command.chosen(["torch"], peers.CONTENDERS)

@@ -181,9 +181,8 @@ def states(scales=SCALES) -> GemmQuantizers:
 def quantizers(gemm_states: GemmQuantizers, rec: recipe.Recipe, **context) -> GemmQuantizers:
     """What ops take; the states' gradients will be their next values. A recipe without a state ignores them."""
     with autocast(not context.get("calibrating"), rec, **context):
-        x, kernel, grad = gemm_states if rec.stateful else (None, None, None)
         forward = quantizer_spec()
-        return GemmQuantizers(attach(x, forward), attach(kernel, forward), attach(grad, quantizer_spec(backward=True)))
+        return GemmQuantizers(*attach(gemm_states, (forward, forward, quantizer_spec(backward=True))))
 
 
 def roundings(rec: recipe.Recipe, scales=SCALES) -> Roundings:

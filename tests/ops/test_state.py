@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.state import BINS, current_scale, mend_state, report, update_state
+from transformer_engine_jax.ops.state import (
+    BINS,
+    by_state,
+    current_scale,
+    in_threes,
+    mend_state,
+    report,
+    update_state,
+)
 
-RULE = {"fp8_max": 448.0, "two_to_margin": 2.0, "most_recent": False}
+RULE = {"fp8_max_0": 448.0, "two_to_margin": 2.0, "most_recent": False}
 AMAXES = np.exp2(np.random.default_rng(0).uniform(-60, 60, 200)).astype(np.float32)
 
 
@@ -28,9 +36,26 @@ def test_update_is_ieee_arithmetic(most_recent):
     window = AMAXES[:50] if most_recent else np.maximum(AMAXES[:50], history[:, 1:].max(1))
     expected = np.float32(448) / window / np.float32(2)
     turned = np.roll(np.concatenate([AMAXES[:50, None], history[:, 1:]], 1), 1, axis=1)
-    for out in on_each_platform(lambda *a: update_state(*a, **rule), reports, scale, history):
-        np.testing.assert_array_equal(out.scale, expected)
-        np.testing.assert_array_equal(out.history, turned)
+    for out in on_each_platform(lambda *a: update_state(*in_threes([a]), **rule), reports, scale, history):
+        np.testing.assert_array_equal(out.scale_0, expected)
+        np.testing.assert_array_equal(out.history_0, turned)
+        assert out.scale_1 is None and (out.uses_0 == 1).all()
+
+
+def test_states_of_one_call_do_not_mix():
+    rule = {**RULE, "fp8_max_1": 448.0, "fp8_max_2": 57344.0}
+    amaxes = AMAXES[:3]
+    of_each = [(report(jnp.float32(a)), jnp.float32(1), jnp.zeros(4).at[1].set(a / 2)) for a in amaxes]
+    for out in on_each_platform(lambda x: update_state(*in_threes(x), **rule), of_each):
+        for (scale, history, _), amax, largest in zip(by_state(out, 3), amaxes, (448, 448, 57344)):
+            assert scale == np.float32(largest) / amax / np.float32(2)
+            np.testing.assert_array_equal(history, np.float32([0, amax, amax / 2, 0]))
+    of_each = [(jnp.float32(2 * a), jnp.full(3, 2 * a), jnp.float32(2)) for a in amaxes]
+    for out in on_each_platform(lambda x: mend_state(*in_threes(x[:2]), **rule), of_each):
+        assert out.scale_2 is None
+        for (scale, scale_inv, history), amax in zip(by_state(out, 2), amaxes):
+            np.testing.assert_array_equal(history, np.float32([amax, 2 * amax, amax]))
+            assert scale == np.float32(448) / (2 * amax) / np.float32(2) and scale_inv == np.float32(1) / scale
 
 
 def test_current_scale_is_ieee_arithmetic():
@@ -58,10 +83,12 @@ def test_kernels_hold_under_all_transformations():
     scale, history = jnp.asarray(AMAXES[4:8]), jnp.abs(jax.random.normal(key, (4, 16)))
     uses = jnp.array([1.0, 2.0, 0.0, 5.0])
     check = lambda kernel, operands, rule: testing.check_kernel(kernel, operands, rule, same)
-    check(update_state, [reports, scale, history], RULE)
-    check(update_state, [reports, scale, history[:, :1]], {**RULE, "most_recent": True})
-    check(mend_state, [scale, history, uses], RULE)
-    check(mend_state, [scale, history[:, :1], uses], RULE)
+    three = {**RULE, "fp8_max_1": 448.0, "fp8_max_2": 57344.0}
+    check(update_state, in_threes([(reports, scale, history)]), RULE)
+    check(update_state, in_threes([(reports, scale, history[:, :1])]), {**RULE, "most_recent": True})
+    check(update_state, in_threes([(reports * n, scale, history) for n in (1, 2, 3)]), three)
+    check(mend_state, in_threes([(scale, history, uses)]), RULE)
+    check(mend_state, in_threes([(scale * n, history[:, :1], uses) for n in (1, 2, 3)]), three)
     check(current_scale, [scale], {"fp8_max": 57344.0, "amax_epsilon": 0.0, "power_of_2": True})
 
 
@@ -86,6 +113,8 @@ MALFORMED = {
 
 @pytest.mark.parametrize("results, operands, message", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_calls_raise(results, operands, message):
-    rule = {"fp8_max": np.float32(448), "two_to_margin": np.float32(1), "most_recent": False}
+    largest = {f"fp8_max_{i}": np.float32(448) for i in range(3)}
+    rule = {**largest, "two_to_margin": np.float32(1), "most_recent": False}
+    absent = [jnp.zeros(0)] * 6
     with pytest.raises(Exception, match=message):
-        call("te_update_state", results, *operands, **rule)
+        call("te_update_state", [*results, *[(0,)] * 6], *operands, *absent, **rule)
