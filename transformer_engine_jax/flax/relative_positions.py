@@ -17,7 +17,7 @@ class RelativePositionBiases(nn.Module):
     num_buckets: int
     max_distance: int
     num_attention_heads: int
-    embedding_init: Callable = nn.initializers.uniform(scale=1.0)
+    embedding_init: Callable = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
     embedding_axes: tuple[str | None, ...] = ("heads", "relpos_buckets")
     dtype: Any = jnp.float32
 

@@ -23,7 +23,7 @@ class RelativePositionBiases(Fp8Module):
     max_distance: int
     num_attention_heads: int
     _: KW_ONLY
-    embedding_init: InitVar[Callable] = nn.initializers.uniform(scale=1.0)
+    embedding_init: InitVar[Callable] = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
     embedding_axes: tuple[str | None, ...] = ("heads", "relpos_buckets")
     dtype: Any = jnp.float32
     rngs: InitVar[nnx.Rngs]
