@@ -16,7 +16,8 @@ for part in "${@:-kernels tests train}"; do
   for step in $part; do
     case $step in
       kernels) python3 benchmarks/kernels_check.py --json "$out/kernels.json" 2>&1 | tee "$out/kernels.log" | tail -70 ;;
-      tests) python3 -m pytest -q -n 8 2>&1 | tee "$out/tests.log" | tail -30 ;;
+      # By name as they end, so that a run that is cut short still says what failed.
+      tests) python3 -m pytest -v -n "$(nproc)" --dist worksteal 2>&1 | tee "$out/tests.log" | grep -E "FAILED|ERROR|passed" ;;
       train) python3 examples/train_gpt.py --out "$out/run" 2>&1 | tee "$out/train.log" | tail -20 ;;
       layer | gemm | attention) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
       *) echo "unknown step $step"; exit 2 ;;

@@ -41,11 +41,12 @@ def test_is_the_module(rec):
     y, (grads, new, dx) = steps.step(lambda p, s, x: mlp(p, s, x, rec), variables["params"], states, X)
     with steps.autocast(rec):
         (y_, _), (grads_, dx_) = steps.step(MODULE.apply, variables, X)
-    testing.assert_same_bytes((y, dx, grads), (y_, dx_, grads_["params"]))
+    bound = emulated.FLIP if rec else emulated.F32  # two programs: XLA may fuse f32 arithmetic otherwise
+    testing.assert_close((y, dx, grads), (y_, dx_, grads_["params"]), bound)
     if rec is DELAYED:
         expected = grads_[STATE_COLLECTION]
         expected = [te.GemmState(*[expected[f"gemm_{i}_{o}"] for o in te.GemmState._fields]) for i in (1, 2)]
-        testing.assert_same_bytes(new, expected)
+        testing.assert_close(new, expected, emulated.F32)
 
 
 def test_vmap_over_stacked_experts_is_one_by_one():

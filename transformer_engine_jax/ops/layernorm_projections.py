@@ -43,7 +43,7 @@ def _product(static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantize
 
 
 def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, ...], *kernels_and_biases):
-    kernels, biases = (kernels_and_biases[i :: 2] for i in (0, 1))
+    kernels, biases = (kernels_and_biases[i::2] for i in (0, 1))
     quantizer, norm_saved = quantizers[0].x, None
     if static.norm is None:
         cast_x = quantize_for(quantizer, x, q_t=True)
