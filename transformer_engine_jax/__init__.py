@@ -9,7 +9,14 @@ from transformer_engine_jax.distribution import name_conflict as _name_conflict
 from transformer_engine_jax.explain import explain
 from transformer_engine_jax.export import export_checks
 from transformer_engine_jax.ops.activation import activation
-from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
+from transformer_engine_jax.ops.attention import (
+    Attention,
+    ContextParallel,
+    SequenceDescriptor,
+    dot_product_attention,
+    inverse_reorder_causal_load_balancing,
+    reorder_causal_load_balancing,
+)
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.dot_general import dot_general, einsum, fp8_dot_general
 from transformer_engine_jax.ops.fused_attn import fused_attn
@@ -23,6 +30,7 @@ from transformer_engine_jax.support import is_fp8_available
 
 __all__ = [
     "Attention",
+    "ContextParallel",
     "GemmState",
     "MeshResource",
     "QuantizerState",
@@ -41,6 +49,7 @@ __all__ = [
     "fused_attn",
     "gemm_quantizers",
     "global_shard_guard",
+    "inverse_reorder_causal_load_balancing",
     "is_fp8_available",
     "layernorm",
     "layernorm_dense",
@@ -48,6 +57,7 @@ __all__ = [
     "policies",
     "quantize",
     "recipe",
+    "reorder_causal_load_balancing",
     "rmsnorm",
     "softmax",
     "update_collections",

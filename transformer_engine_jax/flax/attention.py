@@ -12,9 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.flax.base import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, Projection
-from transformer_engine_jax.flax.dot_product_attention import DotProductAttention, one_of
+from transformer_engine_jax.flax.dot_product_attention import DotProductAttention, context_parallel, one_of
 from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor
+from transformer_engine_jax.ops.attention.context_parallel import ContextParallel, balanced_order
 from transformer_engine_jax.ops.attention.decode import KVCache
 from transformer_engine_jax.ops.attention.sequences import places
 from transformer_engine_jax.ops.layernorm import Norm
@@ -84,15 +85,31 @@ def rotated(module, rotation, x, positions) -> jax.Array:
     return turn(x, rotation, positions=positions, group=module.rotary_pos_emb_group_method)
 
 
-def positions(query, key, start, sequences: SequenceDescriptor | None) -> tuple:
+def own_order(module, is_self: bool) -> ContextParallel | None:
+    """The context parallelism that stores tokens in an order of its own, None where they come one after another."""
+    parallel = context_parallel(module)
+    if parallel is None or not parallel.load_balanced:
+        return None
+    if not is_self:
+        raise ValueError(
+            "MultiHeadAttention.context_parallel_causal_load_balanced: expected False in cross-attention, which has no "
+            "causality to balance"
+        )
+    return parallel
+
+
+def positions(query, key, start, sequences: SequenceDescriptor | None, order: ContextParallel | None) -> tuple:
     """Where queries [B, Sq, ..] and keys [B, Sk, ..] stand: i32[S] or [B, S]; None counts from 0.
 
-    start: place in the KV cache of the first token, or None. sequences: with one, positions in them.
+    start: place in the KV cache of the first token, or None. sequences: with one, positions in them. order: of
+    own_order.
     """
     lengths = query.shape[1], key.shape[1]
     if isinstance(sequences, SequenceDescriptor):
         sequences.check(query.shape[0], *lengths)
         return tuple(side.position for side in places(sequences, *lengths, Attention(scale=1.0)))
+    if order is not None:
+        return tuple(jnp.asarray(balanced_order(n, order.size())) for n in lengths)
     return tuple(None if start is None else start + jnp.arange(n, dtype=jnp.int32) for n in lengths)
 
 
@@ -110,7 +127,7 @@ class MultiHeadAttention(nn.Module):
     wavelengths over 2 pi. qk_norm_type: a norm of each head's query and key, "layernorm" or "rmsnorm" (submodules
     `query_norm` and `key_norm`, zero-centred as the other) or "l2norm", which has no parameters; after RoPE, or before
     with qk_norm_before_rope; best with scale_attn_logits. enable_sequence_parallel: between the products, the sequence
-    is sharded over the mesh axis of tensor parallelism.
+    is sharded over the mesh axis of tensor parallelism. context_parallel_*: see DotProductAttention.
     """
 
     head_dim: int
@@ -148,6 +165,9 @@ class MultiHeadAttention(nn.Module):
     qk_norm_epsilon: float = 1e-6
     qk_norm_before_rope: bool = False
     checkpoint_core_attention: bool = False
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
 
     @nn.compact
     def __call__(
@@ -197,7 +217,8 @@ class MultiHeadAttention(nn.Module):
             index = self._cache("cache_index", (), jnp.int32)
             start = index.value
             index.value = start + (query.shape[1] if cached else 0)
-        at_q, at_k = positions(query, key, start, sequence_descriptor if "padding" in self.attn_mask_type else None)
+        sequences = sequence_descriptor if "padding" in self.attn_mask_type else None
+        at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
         query = self._normed_and_turned("query_norm", query, turn_q, at_q)
         key = self._normed_and_turned("key_norm", key, turn_k, at_k if is_self or start is None else None)
         if decode and is_self:
@@ -284,6 +305,9 @@ class MultiHeadAttention(nn.Module):
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
             checkpoint_core_attention=self.checkpoint_core_attention,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_axis=self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
             name="core_attention",
         )
 

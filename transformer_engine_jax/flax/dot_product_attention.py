@@ -13,6 +13,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
+from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES, ContextParallel
 from transformer_engine_jax.ops.attention.decode import decode_attention
 
 MASK_TYPES = (
@@ -36,6 +37,20 @@ def one_of(module: nn.Module, field: str, allowed: Sequence, note: str = "") -> 
         raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
 
 
+def context_parallel(module) -> ContextParallel | None:
+    """How the sequence is sharded, by the fields of an attention module; None where no mesh axis shards it."""
+    axis, strategy = module.context_parallel_axis, module.context_parallel_strategy
+    balanced = module.context_parallel_causal_load_balanced
+    if axis:
+        return ContextParallel(axis, strategy, balanced)
+    if strategy != "DEFAULT" or balanced:
+        raise ValueError(
+            f"{type(module).__name__}.context_parallel_axis: expected the mesh axis that shards the sequence, for "
+            f"context_parallel_strategy={strategy!r} and context_parallel_causal_load_balanced={balanced}, got ''"
+        )
+    return None
+
+
 class DotProductAttention(nn.Module):
     """Attention of queries over keys and values, by head; heads / groups > 1 is GQA.
 
@@ -46,7 +61,9 @@ class DotProductAttention(nn.Module):
     window_size: (left, right) keys seen, -1 for all. softmax_type: "off_by_one" has one more logit, 0; "learnable" has
     one a head, the param `softmax_offset` f32[H]. score_mod: see ops.attention.Attention. transpose_batch_sequence:
     inputs are [S, B, ...]. checkpoint_core_attention: the backward pass computes the attention anew, and nothing of it
-    is kept. float32_logits: logits and softmax always are. max_segments_per_seq: not needed.
+    is kept. float32_logits: logits and softmax always are. max_segments_per_seq: not needed. context_parallel_axis: the
+    mesh axis that shards the sequence; strategy "ALL_GATHER" (the default) or "RING"; causal_load_balanced: tokens come
+    in the order of te.reorder_causal_load_balancing.
     """
 
     head_dim: int
@@ -98,8 +115,9 @@ class DotProductAttention(nn.Module):
         padded = "padding" in self.attn_mask_type
         dropping = self.attention_dropout > 0 and not deterministic
         if cache_index is None:
-            places = dict(sequence_descriptor=sequence_descriptor if padded else None)
-            attend = partial(dot_product_attention, options=self._options(), **places)
+            where = dict(sequence_descriptor=sequence_descriptor if padded else None)
+            where["context_parallel"] = context_parallel(self)
+            attend = partial(dot_product_attention, options=self._options(), **where)
         else:
             attend = partial(decode_attention, options=self._options(), index=cache_index)
         context = (jax.checkpoint(attend) if self.checkpoint_core_attention else attend)(
@@ -138,8 +156,7 @@ class DotProductAttention(nn.Module):
         one_of(self, "attn_bias_type", BIAS_TYPES)
         one_of(self, "qkv_layout", LAYOUTS)
         one_of(self, "softmax_type", SOFTMAX_TYPES)
-        for field, default in (("axis", ""), ("strategy", "DEFAULT"), ("causal_load_balanced", False)):
-            one_of(self, f"context_parallel_{field}", (default,), " (context parallelism is not available yet)")
+        one_of(self, "context_parallel_strategy", STRATEGIES)
         groups = self.num_gqa_groups or self.num_attention_heads
         if self.num_attention_heads % groups:
             raise self._error(f"{self.num_attention_heads} heads do not divide into {groups} groups")
@@ -160,6 +177,8 @@ class DotProductAttention(nn.Module):
                 "sequence_descriptor: expected None with a KV cache, which holds one sequence a row; give padding as "
                 "mask=, True for the cache's tokens that are masked out"
             )
+        if cache_index is not None and self.context_parallel_axis:
+            raise self._error("context_parallel_axis: expected '' with a KV cache, which is not sharded by tokens")
         if sequence_descriptor is not None and mask is not None:
             raise self._error("got both mask and sequence_descriptor; give padding as one of them")
         given = next(

@@ -42,6 +42,11 @@ def check_fields(layer) -> None:
     ):
         if layer.parallel_attention_mlp and value:
             raise ValueError(f"TransformerLayer.parallel_attention_mlp: expected False with {what}")
+    if layer.context_parallel_causal_load_balanced and (layer.enable_relative_embedding or layer.relative_embedding):
+        raise ValueError(
+            "TransformerLayer.context_parallel_causal_load_balanced: expected False with relative position biases, "
+            "which are in the order of the sequence; set enable_relative_embedding=False"
+        )
 
 
 def check_inputs(layer, inputs, encoded, of_encoded) -> None:
@@ -98,7 +103,8 @@ class TransformerLayer(nn.Module):
     enable_relative_embedding: T5's biases, of 32 buckets up to distance 128, unless relative_embedding is given; for
     both directions in an encoder only. kv_channels: the size of a head, None means hidden_size / num_attention_heads.
     window_size, score_mod, softmax_type, self_attn_* are of the self-attention. The fields of RoPE hold for both
-    attentions; qk_norm_*, checkpoint_core_attention and enable_sequence_parallel too: see MultiHeadAttention.
+    attentions; qk_norm_*, checkpoint_core_attention and enable_sequence_parallel too: see MultiHeadAttention;
+    context_parallel_* are of the self-attention: see DotProductAttention.
     """
 
     hidden_size: int = 512
@@ -150,6 +156,9 @@ class TransformerLayer(nn.Module):
     qk_norm_epsilon: float = 1e-6
     qk_norm_before_rope: bool = False
     checkpoint_core_attention: bool = False
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
 
     @nn.compact
     def __call__(
@@ -206,6 +215,9 @@ class TransformerLayer(nn.Module):
             window_size=self.window_size,
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_axis=self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
         )
         cached_key = attend.get_variable("cache", "cached_key") if decode else None
         length = attended_length(self, inputs, cached_key, max_decode_length)

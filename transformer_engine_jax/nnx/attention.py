@@ -19,6 +19,7 @@ from transformer_engine_jax.flax.attention import (
     adapts,
     check_ranks,
     l2norm,
+    own_order,
     positions,
     rotated,
     rotations,
@@ -86,6 +87,9 @@ class MultiHeadAttention(Fp8Module):
     qk_norm_epsilon: float = 1e-6
     qk_norm_before_rope: bool = False
     checkpoint_core_attention: bool = False
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, kernel_init, bias_init, rngs):
@@ -108,6 +112,9 @@ class MultiHeadAttention(Fp8Module):
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
             checkpoint_core_attention=self.checkpoint_core_attention,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_axis=self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
             rngs=rngs,
         )
         for name in ("query_norm", "key_norm"):
@@ -248,7 +255,8 @@ class MultiHeadAttention(Fp8Module):
         turn_q, turn_k = rotations(self, rotary_pos_emb)
         start = self._advance(query.shape[1]) if decode and (is_self or turn_q is not None) else None
         mask_type = attn_mask_type or self.attn_mask_type
-        at_q, at_k = positions(query, key, start, sequence_descriptor if "padding" in mask_type else None)
+        sequences = sequence_descriptor if "padding" in mask_type else None
+        at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
         query = self._normed_and_turned(self.query_norm, query, turn_q, at_q)
         key = self._normed_and_turned(self.key_norm, key, turn_k, at_k if is_self or start is None else None)
         if decode and is_self:

@@ -86,6 +86,9 @@ class TransformerLayer(Fp8Module):
     qk_norm_epsilon: float = 1e-6
     qk_norm_before_rope: bool = False
     checkpoint_core_attention: bool = False
+    context_parallel_causal_load_balanced: bool = False
+    context_parallel_axis: str = ""
+    context_parallel_strategy: str = "DEFAULT"
     encoded_size: int | None = None
     rngs: InitVar[nnx.Rngs]
 
@@ -99,6 +102,9 @@ class TransformerLayer(Fp8Module):
             window_size=self.window_size,
             softmax_type=self.softmax_type,
             score_mod=self.score_mod,
+            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
+            context_parallel_axis=self.context_parallel_axis,
+            context_parallel_strategy=self.context_parallel_strategy,
         )
         if self.layer_type is TransformerLayerType.DECODER:
             cross = dict(in_kv_features=self.encoded_size or self.hidden_size, attn_mask_type="padding")

@@ -1,10 +1,16 @@
 """dot_product_attention: one reference in plain JAX that defines it, and cuDNN's flash attention where it can.
 
 options: what is known at trace time. sequences: which tokens belong together. reference: the definition, in blocks
-where sequences are long. backends: who can compute a case. cudnn: its call.
+where sequences are long. context_parallel: sequences sharded over a mesh axis. backends: who can compute a case.
+cudnn: its call.
 """
 
 from transformer_engine_jax.ops.attention.backends import attention_backend
+from transformer_engine_jax.ops.attention.context_parallel import (
+    ContextParallel,
+    inverse_reorder_causal_load_balancing,
+    reorder_causal_load_balancing,
+)
 from transformer_engine_jax.ops.attention.op import dot_product_attention
 from transformer_engine_jax.ops.attention.options import SOFTMAX_TYPES, Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
@@ -13,8 +19,11 @@ from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
 __all__ = [
     "SOFTMAX_TYPES",
     "Attention",
+    "ContextParallel",
     "SequenceDescriptor",
     "attention_backend",
     "attention_reference",
     "dot_product_attention",
+    "inverse_reorder_causal_load_balancing",
+    "reorder_causal_load_balancing",
 ]

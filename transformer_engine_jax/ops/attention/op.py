@@ -7,6 +7,11 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.decisions import decided
 from transformer_engine_jax.ops.attention.backends import attention_backend, warn_of_fallback
+from transformer_engine_jax.ops.attention.context_parallel import (
+    ContextParallel,
+    balanced_places,
+    context_parallel_attention,
+)
 from transformer_engine_jax.ops.attention.cudnn import cudnn_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
@@ -24,6 +29,7 @@ def dot_product_attention(
     bias=None,
     softmax_offset=None,
     dropout_key=None,
+    context_parallel: ContextParallel | None = None,
 ) -> jax.Array:
     """softmax(query key^T * scale + bias) value, by head.
 
@@ -38,6 +44,8 @@ def dot_product_attention(
       bias: broadcastable to [B, H, Q, K], added to the scaled logits.
       softmax_offset: [H] the extra logit of each head, of softmax_type "learnable".
       dropout_key: of jax.random; None is no dropout.
+      context_parallel: the mesh axis that shards the sequences of query, key and value, and how; a mesh must be in
+        force. In the balanced order, positions of a descriptor, and mask and bias, are those of the stored tokens.
 
     Returns:
       [B, Q, H, Dv] in query's dtype; zeros for a query that sees no key.
@@ -58,9 +66,17 @@ def dot_product_attention(
             )
         sequence_descriptor.check(query.shape[0], query.shape[1], key.shape[1])
     queries, keys = places(sequence_descriptor, query.shape[1], key.shape[1], options)
+    if context_parallel is not None and context_parallel.load_balanced and sequence_descriptor is None:
+        queries, keys = balanced_places(context_parallel, queries, keys)
     query = _without_padding(query, queries.segment)
     key, value = (_without_padding(x, keys.segment) for x in (key, value))
     dropout_key = dropout_key if options.dropout > 0 else None
+    others = dict(mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key)
+    if context_parallel is not None:
+        with decided("attention", "reference", f"in parts over the mesh axis {context_parallel.axis!r}"):
+            return context_parallel_attention(
+                context_parallel, options, query, key, value, queries=queries, keys=keys, **others
+            )
     backend, why = attention_backend(
         options, query, key, value,
         sequence_descriptor=sequence_descriptor, mask=mask, bias=bias, dropout_key=dropout_key,
@@ -72,10 +88,7 @@ def dot_product_attention(
                 sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias,
             )  # fmt: skip
         warn_of_fallback(why)
-        return attention_reference(
-            options, query, key, value,
-            queries=queries, keys=keys, mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key,
-        )  # fmt: skip
+        return attention_reference(options, query, key, value, queries=queries, keys=keys, **others)
 
 
 def _check_shapes(query, key, value) -> None:

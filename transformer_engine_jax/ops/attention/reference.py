@@ -55,23 +55,36 @@ def rows_per_block(batch: int, heads: int, q_len: int, k_len: int) -> int:
 
 
 def attention_reference(
-    options: Attention, query, key, value, *, queries: Places, keys: Places, mask, bias, softmax_offset, dropout_key
-) -> jax.Array:
-    """[B, Q, H, Dv] in query's dtype; arguments as in `dot_product_attention`, with places for sequences."""
-    batch, q_len, heads, _ = query.shape
+    options: Attention, query, key, value, *,
+    queries: Places, keys: Places, mask, bias, softmax_offset, dropout_key, first_row=0,
+) -> jax.Array:  # fmt: skip
+    """[B, Q, H, Dv] in query's dtype; arguments as in `dot_product_attention`, with places for sequences.
+
+    first_row: the number of the first query, where these are a part: dropout is the same as of the whole.
+    """
+    arrays = (query, key, value, queries, keys, mask, bias, softmax_offset, dropout_key)
+    rows, shared = _rows_and_shared(*arrays, first_row)
+    return _by_blocks(lambda rows: _attend(options, rows, shared), rows, key.shape[1])
+
+
+def _rows_and_shared(query, key, value, queries, keys, mask, bias, softmax_offset, dropout_key, first_row=0):
     varies = lambda x: x is not None and x.shape[2] > 1
     of_rows = lambda x: x if varies(x) else None
     of_all = lambda x: None if varies(x) else x
-    index = jnp.arange(q_len, dtype=jnp.int32)
+    index = first_row + jnp.arange(query.shape[1], dtype=jnp.int32)
     rows = Rows(query, index, queries.position, queries.segment, of_rows(mask), of_rows(bias))
-    shared = Shared(key, value, keys, of_all(mask), of_all(bias), softmax_offset, dropout_key)
-    size = rows_per_block(batch, heads, q_len, key.shape[1])
+    return rows, Shared(key, value, keys, of_all(mask), of_all(bias), softmax_offset, dropout_key)
+
+
+def _by_blocks(attend, rows: Rows, k_len: int):
+    """attend(rows), a pytree of [B, Q, ..], computed block by block where the logits of all rows are too many."""
+    batch, q_len, heads, _ = rows.query.shape
+    size = rows_per_block(batch, heads, q_len, k_len)
     if size >= q_len:
-        return _attend(options, rows, shared)
+        return attend(rows)
     blocks = [None if x is None else _in_blocks(x, axis, size) for x, axis in zip(rows, _ROW_AXES)]
-    out = jax.lax.map(jax.checkpoint(lambda block: _attend(options, block, shared), prevent_cse=False), Rows(*blocks))
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(batch, -1, *out.shape[3:])[:, :q_len]
+    out = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), Rows(*blocks))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :q_len], out)
 
 
 def _in_blocks(x, axis: int, size: int) -> jax.Array:
@@ -83,21 +96,32 @@ def _in_blocks(x, axis: int, size: int) -> jax.Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def _attend(options: Attention, rows: Rows, shared: Shared) -> jax.Array:
+def _scores(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, jax.Array | None]:
+    """Scores f32[B, H, Q, K], and what is seen of them, None where that is everything."""
     batch, q_len, heads, dim = rows.query.shape
     k_len, groups = shared.key.shape[1:3]
     grouped = rows.query.reshape(batch, q_len, groups, heads // groups, dim)
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, shared.key, preferred_element_type=jnp.float32)
     scores = _modified(options, scores.reshape(batch, heads, q_len, k_len), rows, shared)
     mask = shared.mask if rows.mask is None else rows.mask
-    seen = visible(options, Places(rows.position, rows.segment), shared.places, mask)
+    return scores, visible(options, Places(rows.position, rows.segment), shared.places, mask)
+
+
+def _weighted(weights, value) -> jax.Array:
+    """f32[B, Q, H, Dv] of weights f32[B, H, Q, K] and value[B, K, G, Dv]."""
+    batch, heads, q_len, k_len = weights.shape
+    weights = weights.astype(value.dtype).reshape(batch, value.shape[2], -1, q_len, k_len)
+    out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value, preferred_element_type=jnp.float32)
+    return out.reshape(batch, q_len, heads, value.shape[-1])
+
+
+def _attend(options: Attention, rows: Rows, shared: Shared) -> jax.Array:
+    scores, seen = _scores(options, rows, shared)
     weights = _softmax(scores, seen, _offset(options, shared.softmax_offset))
     if options.dropout > 0 and shared.dropout_key is not None:
         kept = _kept(shared.dropout_key, 1.0 - options.dropout, rows.index, weights.shape)
         weights = jnp.where(kept, weights / (1.0 - options.dropout), 0.0)
-    weights = weights.astype(shared.value.dtype).reshape(batch, groups, heads // groups, q_len, k_len)
-    out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, shared.value, preferred_element_type=jnp.float32)
-    return out.reshape(batch, q_len, heads, shared.value.shape[-1]).astype(rows.query.dtype)
+    return _weighted(weights, shared.value).astype(rows.query.dtype)
 
 
 def _modified(options: Attention, scores, rows: Rows, shared: Shared) -> jax.Array:
@@ -141,3 +165,59 @@ def _kept(key, rate: float, index, shape) -> jax.Array:
     batch, heads, _, k_len = shape
     of_row = lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), rate, (batch, heads, k_len))
     return jnp.moveaxis(jax.vmap(of_row)(index), 0, 2)
+
+
+# --- Keys that come in parts -----------------------------------------------------------------------------------------
+
+
+class Running(NamedTuple):
+    """Attention of queries over the keys so far: a softmax whose maximum and total are still growing."""
+
+    options: Attention
+    query: jax.Array  # [B, Q, H, D]
+    sums: jax.Array  # f32[B, Q, H, Dv] of the values, with weights exp(score - top)
+    top: jax.Array  # f32[B, Q, H] the largest score
+    total: jax.Array  # f32[B, Q, H] of the weights
+
+    def over(self, key, value, *, queries: Places, keys: Places, mask, bias) -> Running:
+        """With these keys too; their scores are computed again in the backward pass."""
+
+        @jax.checkpoint
+        def merged(query, key, value, sums, top, total):
+            rows, shared = _rows_and_shared(query, key, value, queries, keys, mask, bias, None, None)
+            new = _by_blocks(lambda rows: _partial(self.options, rows, shared), rows, key.shape[1])
+            highest = jax.lax.stop_gradient(jnp.maximum(top, new[1]))
+            old, new_weight = jnp.exp(top - highest), jnp.exp(new[1] - highest)
+            sums = sums * old[..., None] + new[0] * new_weight[..., None]
+            return sums, highest, total * old + new[2] * new_weight
+
+        return Running(self.options, self.query, *merged(self.query, key, value, self.sums, self.top, self.total))
+
+    def result(self) -> jax.Array:
+        """[B, Q, H, Dv] in query's dtype."""
+        total = jnp.where(self.total > 0, self.total, 1.0)[..., None]
+        return (self.sums / total).astype(self.query.dtype)
+
+
+def running_attention(options: Attention, query, value_size: int, softmax_offset) -> Running:
+    """Attention of query [B, Q, H, D] before the first keys; softmax_offset as in `dot_product_attention`."""
+    shape = query.shape[:3]
+    offset = _offset(options, softmax_offset)
+    if offset is None:
+        top, total = jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape)
+    else:  # one more logit, of no value
+        top, total = jnp.broadcast_to(offset[:, 0, 0], shape), jnp.ones(shape)
+    return Running(options, query, jnp.zeros((*shape, value_size)), top, total)
+
+
+def _partial(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(sums, top, total) as in Running, of these keys alone."""
+    scores, seen = _scores(options, rows, shared)
+    if seen is not None:
+        scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min))
+    weights = jnp.exp(scores - top)
+    if seen is not None:
+        weights = jnp.where(seen, weights, 0.0)
+    by_row = lambda x: jnp.moveaxis(x[..., 0], 1, 2)
+    return _weighted(weights, shared.value), by_row(top), by_row(jnp.sum(weights, axis=-1, keepdims=True))

@@ -1,0 +1,149 @@
+"""Context parallelism: the same attention, gradients included, with the sequence sharded over a mesh axis."""
+
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated import F32
+from jax.sharding import PartitionSpec as P
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.ops.attention import (
+    Attention,
+    ContextParallel,
+    SequenceDescriptor,
+    dot_product_attention,
+    inverse_reorder_causal_load_balancing,
+    reference,
+    reorder_causal_load_balancing,
+)
+
+B, S, H, G, D, DV = 2, 32, 4, 2, 16, 8
+QKV = emulated.normal(0, (B, S, H, D), (B, S, G, D), (B, S, G, DV))
+(DY, BIAS, ROW_BIAS, OFFSET) = emulated.normal(1, (B, S, H, DV), (1, H, S, S), (1, 1, 1, S), H)
+MASK = np.random.default_rng(0).random((B, 1, S, S)) < 0.3
+IDS = np.array([[1] * 20 + [2] * 9 + [0] * 3, [1] * 3 + [0] * 4 + [5] * 25])
+# Options and arguments of the op
+CASES = {
+    "all": (dict(), dict()),
+    "causal": (dict(causal=True), dict()),
+    "window": (dict(causal=True, window=(5, 0)), dict()),
+    "packed": (dict(causal=True), dict(sequence_descriptor=SequenceDescriptor.from_segment_ids_and_pos(IDS))),
+    "mask": (dict(causal=True), dict(mask=MASK)),
+    "bias": (dict(), dict(bias=BIAS)),
+    "bias of keys, bottom right": (dict(causal=True, bottom_right=True), dict(bias=ROW_BIAS)),
+    "learnable": (dict(causal=True, softmax_type="learnable"), dict(softmax_offset=OFFSET)),
+    "off by one": (dict(softmax_type="off_by_one"), dict()),
+    "score_mod": (dict(causal=True, score_mod=lambda s, q, k: s + 0.1 * jnp.sin(q - k)), dict()),
+}
+STRATEGIES = pytest.mark.parametrize("strategy", ["ALL_GATHER", "RING"])
+
+
+def step(options, parallel, qkv, dy, arguments):
+    """Output, and gradients of queries, keys, values, and of the bias or the offset."""
+    traced = {name: x for name, x in arguments.items() if name in ("bias", "softmax_offset")}
+
+    @jax.jit
+    def run(qkv, dy, traced):
+        def op(qkv, traced):
+            return dot_product_attention(*qkv, options=options, context_parallel=parallel, **{**arguments, **traced})
+
+        y, vjp = jax.vjp(op, qkv, traced)
+        return y, vjp(dy)
+
+    return jax.device_get(run(qkv, dy, traced))
+
+
+def on_mesh(run, *, explicit=False):
+    mesh = testing.mesh_of((2, 4), ("data", "cp"), explicit=explicit)
+    *qkv, dy = testing.shard(mesh, [*QKV, DY], [P("data", "cp")] * 4)
+    with testing.on_mesh(mesh):
+        return run(tuple(qkv), dy)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_is_whole(case, strategy):
+    fields, arguments = CASES[case]
+    options = Attention(0.3, **fields)
+    arguments = jax.tree.map(jnp.asarray, arguments)
+    parallel = ContextParallel("cp", strategy)
+    got = on_mesh(lambda qkv, dy: step(options, parallel, qkv, dy, arguments))
+    testing.assert_close(got, step(options, None, tuple(QKV), DY, arguments), F32)
+
+
+@STRATEGIES
+def test_explicit_axes(strategy):
+    options, parallel = Attention(0.3, causal=True), ContextParallel("cp", strategy)
+    got = on_mesh(lambda qkv, dy: step(options, parallel, qkv, dy, {}), explicit=True)
+    testing.assert_close(got, step(options, None, tuple(QKV), DY, {}), F32)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("window", [None, (5, 0)])
+def test_balanced_order(window, strategy):
+    options = Attention(0.3, causal=True, window=window)
+    parallel = ContextParallel("cp", strategy, load_balanced=True)
+    order, back = (
+        partial(f, cp_size=4) for f in (reorder_causal_load_balancing, inverse_reorder_causal_load_balancing)
+    )
+    np.testing.assert_array_equal(
+        order(jnp.arange(16), seq_dim=0), [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
+    )
+    mesh = testing.mesh_of((2, 4), ("data", "cp"))
+    *qkv, dy = testing.shard(mesh, [order(x) for x in (*QKV, DY)], [P("data", "cp")] * 4)
+    with testing.on_mesh(mesh):
+        got = step(options, parallel, tuple(qkv), dy, {})
+    got = jax.tree.map(lambda x: back(x) if x.ndim == 4 else x, got)
+    testing.assert_close(got, step(options, None, tuple(QKV), DY, {}), F32)
+
+
+def test_dropout_is_that_of_the_whole():
+    options = Attention(0.3, dropout=0.4)
+    arguments = dict(dropout_key=jax.random.key(7))
+    got = on_mesh(lambda qkv, dy: step(options, ContextParallel("cp"), qkv, dy, arguments))
+    testing.assert_close(got, step(options, None, tuple(QKV), DY, arguments), F32)
+
+
+@STRATEGIES
+def test_in_blocks_of_queries(strategy, monkeypatch):
+    options, parallel = Attention(0.3, causal=True), ContextParallel("cp", strategy)
+    expected = step(options, None, tuple(QKV), DY, {})
+    monkeypatch.setattr(reference, "LOGITS_PER_BLOCK", 1)
+    monkeypatch.setattr(reference, "LEAST_ROWS", 3)
+    testing.assert_close(on_mesh(lambda qkv, dy: step(options, parallel, qkv, dy, {})), expected, F32)
+
+
+def test_what_crosses_the_devices():
+    def text(strategy):
+        def run(qkv, dy):
+            op = partial(
+                dot_product_attention, options=Attention(1.0), context_parallel=ContextParallel("cp", strategy)
+            )
+            return jax.jit(op).lower(*qkv).compile().as_text()
+
+        return on_mesh(run)
+
+    gathered, ring = text("DEFAULT"), text("RING")
+    assert gathered.count("all-gather(") == 2 and "collective-permute(" not in gathered
+    assert ring.count("collective-permute(") == 6 and "all-gather(" not in ring
+
+
+@pytest.mark.parametrize(
+    "parallel, fields, length, message",
+    [
+        (("model",), {}, S, r"expected an axis of the mesh in force .*got 'model'; the mesh has \['data', 'cp'\]"),
+        (("cp", "TREE"), {}, S, r"context_parallel_strategy: expected one of .*got 'TREE'"),
+        (("cp",), {}, 30, "query: expected a length of a multiple of 4, the size of 'cp', got 30"),
+        (("cp", "RING", True), {}, 28, "expected a length of a multiple of 8, twice the devices, got 28"),
+        (("cp", "RING"), {"dropout": 0.1}, S, "'RING' has no dropout; take 'ALL_GATHER'"),
+    ],
+)
+def test_misuse(parallel, fields, length, message):
+    x = jnp.zeros((2, length, 2, 8))
+    call = partial(dot_product_attention, options=Attention(1.0, **fields), context_parallel=ContextParallel(*parallel))
+    with testing.on_mesh(testing.mesh_of((2, 4), ("data", "cp"))), pytest.raises(ValueError, match=message):
+        call(x, x, x, dropout_key=jax.random.key(0))

@@ -1,0 +1,142 @@
+"""Context parallelism: attention where a mesh axis shards the sequence.
+
+ALL_GATHER (and DEFAULT): each device gathers all keys and values. RING: they go round from device to device, and each
+query keeps a running softmax (Liu et al., 2023), so that no device ever holds more than two parts of them.
+
+Under causality the first queries see little and the last ones all. In the balanced order device i of n holds the parts
+i and 2 n - 1 - i of 2 n; `reorder_causal_load_balancing` brings a sequence into it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.attention.reference import attention_reference, running_attention
+from transformer_engine_jax.ops.attention.sequences import Places
+
+STRATEGIES = ("DEFAULT", "ALL_GATHER", "RING")
+
+
+class ContextParallel(NamedTuple):
+    """How the sequence is sharded: over which mesh axis, who sends what, and whether in the balanced order."""
+
+    axis: str
+    strategy: str = "DEFAULT"
+    load_balanced: bool = False
+
+    def size(self) -> int:
+        """The number of devices along the axis; ValueError where there is no such axis in force, or it is manual."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"context_parallel_strategy: expected one of {list(STRATEGIES)}, got {self.strategy!r}")
+        if self.axis not in mesh.axis_names or self.axis in mesh.manual_axes:
+            raise ValueError(
+                f"context_parallel_axis: expected an axis of the mesh in force (jax.set_mesh), outside any shard_map "
+                f"over it, got {self.axis!r}; the mesh has {list(mesh.axis_names)}"
+            )
+        return mesh.shape[self.axis]
+
+
+def balanced_order(length: int, size: int) -> np.ndarray:
+    """i32[length]: the token of the sequence that is stored at each place of the balanced order over `size` devices."""
+    if length % (2 * size):
+        raise ValueError(
+            f"context_parallel_causal_load_balanced: expected a length of a multiple of {2 * size}, twice the devices, "
+            f"got {length}"
+        )
+    parts = np.arange(length, dtype=np.int32).reshape(2 * size, -1)
+    return np.stack([parts[:size], parts[: size - 1 : -1]], axis=1).reshape(-1)
+
+
+def reorder_causal_load_balancing(x, *, cp_size: int, seq_dim: int = 1) -> jax.Array:
+    """x with the tokens along seq_dim in the balanced order over cp_size devices."""
+    return _reordered(x, balanced_order(x.shape[seq_dim], cp_size), seq_dim)
+
+
+def inverse_reorder_causal_load_balancing(x, *, cp_size: int, seq_dim: int = 1) -> jax.Array:
+    """x with the tokens along seq_dim back from the balanced order."""
+    return _reordered(x, np.argsort(balanced_order(x.shape[seq_dim], cp_size)), seq_dim)
+
+
+def _reordered(x, order: np.ndarray, axis: int) -> jax.Array:
+    spec = jax.typeof(x).sharding.spec
+    if all(entry is None for entry in spec):
+        return jnp.take(x, order, axis=axis)
+    # Where its sharding is its type, what is to move between devices must be said.
+    tokens = (*[slice(None)] * (axis % x.ndim), order)
+    whole = P(*[None if i == axis % x.ndim else entry for i, entry in enumerate(spec)])
+    return jax.sharding.reshard(jax.sharding.reshard(x, whole).at[tokens].get(out_sharding=whole), spec)
+
+
+def balanced_places(parallel: ContextParallel, queries: Places, keys: Places) -> tuple[Places, Places]:
+    """Places counted along the sequence, for tokens that are stored in the balanced order."""
+    order = partial(reorder_causal_load_balancing, cp_size=parallel.size())
+    return queries._replace(position=order(queries.position)), keys._replace(position=order(keys.position))
+
+
+def context_parallel_attention(
+    parallel: ContextParallel, options: Attention, query, key, value, *, queries: Places, keys: Places, **others
+) -> jax.Array:
+    """As `attention_reference`, of arrays whose axis 1 is sharded over parallel.axis.
+
+    Raises:
+      ValueError: the lengths do not divide over the axis, or dropout with RING, whose parts would draw alike.
+    """
+    size, ring = parallel.size(), parallel.strategy == "RING"
+    for name, x in (("query", query), ("key", key)):
+        if x.shape[1] % size:
+            raise ValueError(
+                f"context_parallel_axis: {name}: expected a length of a multiple of {size}, the size of "
+                f"{parallel.axis!r}, got {x.shape[1]}"
+            )
+    if ring and others["dropout_key"] is not None and options.dropout > 0:
+        raise ValueError("context_parallel_strategy: 'RING' has no dropout; take 'ALL_GATHER'")
+    sharded, whole = P(None, parallel.axis), P()
+    if not ring:
+        key, value = _gathered(parallel.axis, key), _gathered(parallel.axis, value)
+    of_keys = sharded if ring else whole
+    of_rows = lambda x: P(None, None, parallel.axis) if x is not None and x.shape[2] > 1 else whole
+    like = lambda tree, spec: jax.tree.map(lambda _: spec, tree)
+    operands = (query, key, value, queries, keys, others)
+    specs = (sharded, of_keys, of_keys, like(queries, sharded), like(keys, whole))
+    specs += ({name: like(x, of_rows(x) if name in ("mask", "bias") else whole) for name, x in others.items()},)
+    local = partial(_ring if ring else _of_all_keys, parallel.axis, size, options)
+    over = dict(in_specs=specs, out_specs=sharded, axis_names={parallel.axis}, check_vma=False)
+    return jax.shard_map(local, **over)(*operands)
+
+
+def _gathered(axis: str, x) -> jax.Array:
+    """x whole along the mesh axis. Where its sharding is its type, that must be said; else shard_map sees to it."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, P(spec[0], None, *spec[2:])) if axis in jax.tree.leaves(tuple(spec)) else x
+
+
+def _of_all_keys(axis: str, size: int, options: Attention, query, key, value, queries, keys, others) -> jax.Array:
+    first = jax.lax.axis_index(axis) * query.shape[1]
+    return attention_reference(options, query, key, value, queries=queries, keys=keys, first_row=first, **others)
+
+
+def _ring(axis: str, size: int, options: Attention, query, key, value, queries, keys, others) -> jax.Array:
+    me, part = jax.lax.axis_index(axis), key.shape[1]
+    following = [(i, (i + 1) % size) for i in range(size)]
+    running = running_attention(options, query, value.shape[-1], others["softmax_offset"])
+    for step in range(size):
+        first = (me - step) % size * part  # of the keys that are here now
+
+        def of_part(x, axis, first=first):
+            """What belongs to these keys, of what belongs to all."""
+            return x if x is None or x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, first, part, axis)
+
+        here = Places(*[of_part(x, 1) for x in keys])
+        mask, bias = (of_part(others[name], 3) for name in ("mask", "bias"))
+        running = running.over(key, value, queries=queries, keys=here, mask=mask, bias=bias)
+        if step + 1 < size:
+            key, value = (jax.lax.ppermute(x, axis, following) for x in (key, value))
+    return running.result()
