@@ -72,8 +72,8 @@ def test_options():
     "qkv, options, message",
     [
         ((Q, K, V), dict(qkv_layout="sbhd"), "qkv_layout: expected one of"),
-        ((Q, K), {}, r"qkv: expected \[B, S, heads, D\], \[B, S, heads, D\], \[B, S, heads, D\] for"),
-        ((Q,), dict(qkv_layout="bs3hd"), r"qkv: expected \[B, S, 3, heads, D\]"),
+        ((Q, K), {}, "needs query, key, value and nothing else, got 2 arrays"),
+        ((Q,), dict(qkv_layout="bs3hd"), r"query: expected \[B, S, 3, heads, D\]"),
         ((Q, K, V), dict(attn_mask_type="sliding"), "attn_mask_type: expected one of"),
         ((Q, K, V), dict(attn_mask_type="padding"), "expected a sequence_descriptor with a padding mask"),
         ((Q, K, V), dict(sequence_descriptor=LENGTHS), "expected a sequence_descriptor with a padding mask"),

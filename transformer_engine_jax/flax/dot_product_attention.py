@@ -15,19 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES, ContextParallel
 from transformer_engine_jax.ops.attention.decode import decode_attention
+from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
 
-MASK_TYPES = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_padding",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "causal_bottom_right_padding",
-)
-BIAS_TYPES = (None, "no_bias", "pre_scale_bias", "post_scale_bias")
-LAYOUTS = ("bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", "thd_thd_thd", "thd_t2hd", "t3hd")
+# "causal_padding" too: both orders of the words are in use.
+MASK_NAMES = (*MASK_TYPES, "causal_padding", "causal_bottom_right_padding")
 
 
 def one_of(module: nn.Module, field: str, allowed: Sequence, note: str = "") -> None:
@@ -108,7 +99,7 @@ class DotProductAttention(nn.Module):
         """
         self._check()
         self._check_call(sequence_descriptor, bias, mask, cache_index)
-        query, key, value = self._unpack(query, key, value)
+        query, key, value = unpack(type(self).__name__, (query, key, value), self.qkv_layout)
         self._check_heads(query, key, value)
         if self.transpose_batch_sequence:
             query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
@@ -152,15 +143,15 @@ class DotProductAttention(nn.Module):
         return ValueError(f"{type(self).__name__}: {text}")
 
     def _check(self) -> None:
-        one_of(self, "attn_mask_type", MASK_TYPES)
-        one_of(self, "attn_bias_type", BIAS_TYPES)
-        one_of(self, "qkv_layout", LAYOUTS)
+        one_of(self, "attn_mask_type", MASK_NAMES)
+        one_of(self, "attn_bias_type", (None, *BIAS_TYPES))
+        one_of(self, "qkv_layout", tuple(LAYOUTS))
         one_of(self, "softmax_type", SOFTMAX_TYPES)
         one_of(self, "context_parallel_strategy", STRATEGIES)
         groups = self.num_gqa_groups or self.num_attention_heads
         if self.num_attention_heads % groups:
             raise self._error(f"{self.num_attention_heads} heads do not divide into {groups} groups")
-        if "t" in self.qkv_layout.split("_")[0] and "padding" not in self.attn_mask_type:
+        if is_packed(self.qkv_layout) and "padding" not in self.attn_mask_type:
             raise self._error(
                 f"qkv_layout={self.qkv_layout!r}, of packed sequences, needs a padding mask, such as "
                 f"'padding_causal', got attn_mask_type={self.attn_mask_type!r}"
@@ -205,23 +196,3 @@ class DotProductAttention(nn.Module):
             size = x.shape[-1] if name == "value" else self.head_dim
             if x.ndim != 4 or x.shape[2:] != (heads, size):
                 raise self._error(f"{name}: expected [B, S, {heads}, {size}], got {list(x.shape)}")
-
-    def _unpack(self, query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query, key and value as three arrays [B, S, heads, D]."""
-        arrays = [jnp.asarray(x) for x in (query, key, value) if x is not None]
-        parts = self.qkv_layout.split("_")  # one for each array: "bs3hd", "bshd", "t2hd", ...
-        if len(arrays) != len(parts) or (value is not None and key is None):
-            names = ", ".join(("query", "key", "value")[: len(parts)])
-            raise self._error(
-                f"qkv_layout={self.qkv_layout!r} needs {names} and nothing else, got {len(arrays)} arrays"
-            )
-        unpacked = []
-        for part, x, name in zip(parts, arrays, ("query", "key", "value")):
-            stacked = next((int(c) for c in part if c.isdigit()), 0)
-            if stacked and (x.ndim != 5 or x.shape[2] != stacked):
-                raise self._error(
-                    f"{name}: expected [B, S, {stacked}, heads, D] for qkv_layout={self.qkv_layout!r}, "
-                    f"got {list(x.shape)}"
-                )
-            unpacked += [x[:, :, i] for i in range(stacked)] if stacked else [x]
-        return tuple(unpacked)

@@ -5,29 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
-
-MASK_TYPES = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-)
-BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
-# How many of query, key and value each array of a layout holds, on an axis before the heads where more than one.
-LAYOUTS = {
-    "bshd_bshd_bshd": (1, 1, 1),
-    "bshd_bs2hd": (1, 2),
-    "bs3hd": (3,),
-    "thd_thd_thd": (1, 1, 1),
-    "thd_t2hd": (1, 2),
-    "t3hd": (3,),
-}
+from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
 
 
 def fused_attn(
@@ -68,8 +49,9 @@ def fused_attn(
     """
     _one_of("attn_mask_type", attn_mask_type, MASK_TYPES)
     _one_of("attn_bias_type", attn_bias_type, BIAS_TYPES)
-    padded, packed = "padding" in attn_mask_type, qkv_layout.startswith("t")
-    query, key, value = unpack(qkv, qkv_layout)
+    _one_of("qkv_layout", qkv_layout, tuple(LAYOUTS))
+    padded, packed = "padding" in attn_mask_type, is_packed(qkv_layout)
+    query, key, value = unpack("fused_attn", qkv, qkv_layout)
     if (sequence_descriptor is not None) != padded or (packed and not padded):
         raise ValueError(
             "fused_attn: expected a sequence_descriptor with a padding mask, which packed layouts need, and only then; "
@@ -97,21 +79,6 @@ def fused_attn(
         softmax_offset=softmax_offset,
         dropout_key=seed,
     )  # fmt: skip
-
-
-def unpack(qkv: Sequence[jax.Array], qkv_layout: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value, each [B, S, heads, D], of the arrays of a layout."""
-    _one_of("qkv_layout", qkv_layout, tuple(LAYOUTS))
-    counts, arrays = LAYOUTS[qkv_layout], [jnp.asarray(x) for x in qkv]
-    shapes = [x.shape for x in arrays]
-    fits = len(arrays) == len(counts) and all(
-        len(shape) == (4 if n == 1 else 5) and (n == 1 or shape[2] == n) for shape, n in zip(shapes, counts)
-    )
-    if not fits:
-        expected = ", ".join("[B, S, heads, D]" if n == 1 else f"[B, S, {n}, heads, D]" for n in counts)
-        raise ValueError(f"fused_attn: qkv: expected {expected} for qkv_layout={qkv_layout!r}, got {shapes}")
-    query, key, value = [part for x, n in zip(arrays, counts) for part in ([x] if n == 1 else jnp.unstack(x, axis=2))]
-    return query, key, value
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
