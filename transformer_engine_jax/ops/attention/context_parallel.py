@@ -99,23 +99,27 @@ def context_parallel_attention(
     if ring and others["dropout_key"] is not None and options.dropout > 0:
         raise ValueError("context_parallel_strategy: 'RING' has no dropout; take 'ALL_GATHER'")
     sharded, whole = P(None, parallel.axis), P()
-    if not ring:
-        key, value = _gathered(parallel.axis, key), _gathered(parallel.axis, value)
     of_keys = sharded if ring else whole
     of_rows = lambda x: P(None, None, parallel.axis) if x is not None and x.shape[2] > 1 else whole
     like = lambda tree, spec: jax.tree.map(lambda _: spec, tree)
     operands = (query, key, value, queries, keys, others)
     specs = (sharded, of_keys, of_keys, like(queries, sharded), like(keys, whole))
     specs += ({name: like(x, of_rows(x) if name in ("mask", "bias") else whole) for name, x in others.items()},)
+    operands = jax.tree.map(partial(_placed, parallel.axis), operands, specs)
     local = partial(_ring if ring else _of_all_keys, parallel.axis, size, options)
     over = dict(in_specs=specs, out_specs=sharded, axis_names={parallel.axis}, check_vma=False)
     return jax.shard_map(local, **over)(*operands)
 
 
-def _gathered(axis: str, x) -> jax.Array:
-    """x whole along the mesh axis. Where its sharding is its type, that must be said; else shard_map sees to it."""
-    spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(x, P(spec[0], None, *spec[2:])) if axis in jax.tree.leaves(tuple(spec)) else x
+def _placed(axis: str, x, spec: P) -> jax.Array:
+    """x, sharded over the mesh axis where spec is. On explicit axes that must be said; else shard_map sees to it."""
+    if axis not in jax.sharding.get_abstract_mesh().explicit_axes:
+        return x
+    entries = []
+    for own, wanted in zip(jax.typeof(x).sharding.spec, (*spec, *[None] * x.ndim)):
+        names = () if own is None else (own,) if isinstance(own, str) else tuple(own)
+        entries.append((*[name for name in names if name != axis], *([axis] if wanted == axis else [])) or None)
+    return jax.sharding.reshard(x, P(*entries))
 
 
 def _of_all_keys(axis: str, size: int, options: Attention, query, key, value, queries, keys, others) -> jax.Array:
