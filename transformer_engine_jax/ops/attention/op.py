@@ -73,7 +73,9 @@ def dot_product_attention(
     dropout_key = dropout_key if options.dropout > 0 else None
     others = dict(mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key)
     if context_parallel is not None:
-        with decided("attention", "reference", f"in parts over the mesh axis {context_parallel.axis!r}"):
+        why = f"cuDNN's call has no context parallelism, here over {context_parallel.axis!r}"
+        with decided("attention", "reference", why):
+            warn_of_fallback(why)
             return context_parallel_attention(
                 context_parallel, options, query, key, value, queries=queries, keys=keys, **others
             )

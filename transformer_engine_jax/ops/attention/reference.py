@@ -145,8 +145,8 @@ def _offset(options: Attention, softmax_offset) -> jax.Array | None:
     return offset.astype(jnp.float32)[:, None, None]
 
 
-def _softmax(scores, seen, offset) -> jax.Array:
-    """Softmax over the last axis of what is seen; zeros where nothing is. `offset` counts in the denominator."""
+def _powers(scores, seen, offset=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(exp(scores - top) of what is seen, else 0; top, the largest of them and of `offset`; the powers' sum)."""
     if seen is not None:
         scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
     top = jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min)
@@ -154,7 +154,12 @@ def _softmax(scores, seen, offset) -> jax.Array:
     weights = jnp.exp(scores - top)
     if seen is not None:
         weights = jnp.where(seen, weights, 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, top, jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def _softmax(scores, seen, offset) -> jax.Array:
+    """Softmax over the last axis of what is seen; zeros where nothing is. `offset` counts in the denominator."""
+    weights, top, total = _powers(scores, seen, offset)
     if offset is not None:
         total = total + jnp.exp(offset - top)
     return weights / jnp.where(total > 0, total, 1.0)
@@ -212,12 +217,6 @@ def running_attention(options: Attention, query, value_size: int, softmax_offset
 
 def _partial(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(sums, top, total) as in Running, of these keys alone."""
-    scores, seen = _scores(options, rows, shared)
-    if seen is not None:
-        scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=jnp.finfo(jnp.float32).min))
-    weights = jnp.exp(scores - top)
-    if seen is not None:
-        weights = jnp.where(seen, weights, 0.0)
+    weights, top, total = _powers(*_scores(options, rows, shared))
     by_row = lambda x: jnp.moveaxis(x[..., 0], 1, 2)
-    return _weighted(weights, shared.value), by_row(top), by_row(jnp.sum(weights, axis=-1, keepdims=True))
+    return _weighted(weights, shared.value), by_row(top), by_row(total)
