@@ -95,8 +95,8 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows_of(args):
             rows.append(row)
             print(MODULES[args.what].line(row), flush=True)
-        if args.json:
-            report.save(args.json, args.what, rows)
+            if args.json:  # after every row: a run that is cut short keeps what it has measured
+                report.save(args.json, args.what, rows)
 
 
 if __name__ == "__main__":

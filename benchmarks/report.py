@@ -32,10 +32,11 @@ def _commit() -> str | None:
         return None
 
 
-def document(benchmark: str, rows: list[dict]) -> dict:
+def document(path: pathlib.Path, benchmark: str, rows: list[dict]) -> dict:
+    arguments = [path.name if argument == str(path) else argument for argument in sys.argv[1:]]  # no machine's folders
     return {
         "benchmark": benchmark,
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
         "device": jax.devices()[0].device_kind,
         "versions": {package: v for package in PACKAGES if (v := _version(package))},
         "commit": _commit(),
@@ -54,7 +55,7 @@ def _rounded(value):
 
 def save(path: pathlib.Path, benchmark: str, rows: list[dict]) -> None:
     """Writes the rows to `path`, one a line, so that a difference between two runs reads well."""
-    head = document(benchmark, [])
+    head = document(path, benchmark, [])
     body = ",\n".join("  " + json.dumps(_rounded(row)) for row in rows)
     fields = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items() if k != "rows")
     path.parent.mkdir(parents=True, exist_ok=True)

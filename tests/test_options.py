@@ -82,13 +82,15 @@ def padding(mask_type: str, by_descriptor: bool, mask_name: str) -> dict:
 
 
 def random_variables(module, rec, *args, **call):
-    """As if from init, without compiling it."""
+    """Near what init gives, without compiling it: kernels of unit gain, scales about one, all else about zero."""
     shapes = jax.eval_shape(partial(module.init, jax.random.key(0), **call), *args)["params"]
     rng = np.random.default_rng(0)
 
     def draw(path, p):
-        noise = rng.standard_normal(p.shape, np.float32)
-        return jnp.asarray(noise / np.sqrt(p.shape[0]) if "kernel" in path[-1].key else 1 + 0.2 * noise, p.dtype)
+        noise, name = rng.standard_normal(p.shape, np.float32), path[-1].key
+        if "kernel" in name:
+            return jnp.asarray(noise / np.sqrt(p.shape[0]), p.dtype)
+        return jnp.asarray(("scale" in name and not module.zero_centered_gamma) + 0.2 * noise, p.dtype)
 
     variables = {"params": jax.tree_util.tree_map_with_path(draw, nn.unbox(shapes))}
     with steps.autocast(rec):

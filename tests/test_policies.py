@@ -52,7 +52,8 @@ def test_what_runs_twice(rec):
     once_more = {} if rec is DELAYED else {"layernorm_fwd": 1}  # it makes no FP8 there, and is cheap
     assert twice("layernorm dense", policies.quantized_saveable) == once_more
     nothing = twice("mlp", None)
-    assert nothing["gemm"] == 1 and nothing["layernorm_fwd"] == nothing["activation_fwd"] == 1
+    measured = 0 if rec is DELAYED else 1  # a run of the activation before the one that quantizes
+    assert nothing["gemm"] == nothing["layernorm_fwd"] == 1 and nothing["activation_fwd"] == 1 + measured
     assert twice("mlp", jax.checkpoint_policies.dots_saveable) == nothing, "JAX's own does not see our products"
     assert twice("mlp", policies.gemms_saveable) == {k: n for k, n in nothing.items() if k != "gemm"}
     assert twice("mlp", policies.gemms_with_no_batch_dims_saveable) == twice("mlp", policies.gemms_saveable)

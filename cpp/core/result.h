@@ -1,6 +1,7 @@
 // A result that its op may quantize while it stores it. y[rows, cols] is FP8 exactly when `scale` is given
 // (y = cast(value * scale)); only then may its transposed copy y_t[cols, rows] be asked for. amax, where
-// asked for, is max |value| before scaling, or max |y| where y is not FP8.
+// asked for, is max |value| before scaling, or max |y| where y is not FP8. Some ops may do without y: they only
+// measure.
 #pragma once
 
 #include "core/check.h"
@@ -8,8 +9,11 @@
 namespace te {
 
 inline Check& check_result(Check& check, const In& scale, const char* y_name, Out& y, const char* y_t_name, Out& y_t,
-                           Out& amax, int64_t rows, int64_t cols) {
+                           Out& amax, int64_t rows, int64_t cols, bool optional_y = false) {
   check.scalar("scale", scale, /*optional=*/true).scalar("amax", *amax, /*optional=*/true);
+  if (optional_y && absent(*y)) {
+    return check.that(absent(scale) && absent(*y_t), y_name, "a result to scale or to transpose", "none");
+  }
   if (present(scale)) {
     check.fp8(y_name, *y);
   } else {

@@ -15,16 +15,22 @@ void store_rows_as(ffi::ThreadPool& pool, const RowsResult& to, const RowProduce
     float* scratch = buffers.data();
     uint32_t most = 0;
     const auto store = [&](int64_t row) {
-      Y* y = to.y.as<Y>() + row * cols;
+      Y* y = to.y.data ? to.y.as<Y>() + row * cols : nullptr;
       float* values = scratch + cols;
-      if constexpr (std::is_same_v<Y, float>) values = y;
+      if constexpr (std::is_same_v<Y, float>) {
+        if (y) values = y;
+      }
       produce(row, values, scratch);
       if (to.colsum) add_row<float>(values, sums.at(row), cols);
       if constexpr (is_fp8_v<Y>) {
         most = std::max(most, cast_row<float, Y>(values, to.scale, &y->bits, cols));
       } else {
-        if constexpr (!std::is_same_v<Y, float>) narrow_row<Y>(values, y, cols);
-        if (to.amax) most = std::max(most, amax_row<Y>(y, cols));
+        if constexpr (std::is_same_v<Y, float>) {
+          if (to.amax) most = std::max(most, amax_row<float>(values, cols));
+        } else {
+          narrow_row<Y>(values, y, cols);
+          if (to.amax) most = std::max(most, amax_row<Y>(y, cols));
+        }
       }
     };
     const int64_t end = std::min(rows, (block + 1) * step);

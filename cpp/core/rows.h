@@ -160,6 +160,7 @@ class ColumnSums {
 class FloatRows {
  public:
   FloatRows(const ffi::AnyBuffer& x, int64_t column_axes) : x_(matrix(x, column_axes)) {}
+  int64_t rows() const { return x_.rows; }
   int64_t cols() const { return x_.cols; }
   // Columns [first, first + n) of a row: where they lie, or widened into buffer[n].
   const float* at(int64_t row, float* buffer, int64_t first, int64_t n) const;
@@ -168,6 +169,12 @@ class FloatRows {
  private:
   Matrix x_;
 };
+
+// A result [rows, cols]; without data where it is absent, its values then in f32.
+inline Matrix result_matrix(Out& y, int64_t rows, int64_t cols) {
+  return present(y) ? Matrix{y->untyped_data(), y->element_type(), rows, cols}
+                    : Matrix{nullptr, DType::F32, rows, cols};
+}
 
 // A result y[rows, cols] of any dtype, and what else may be asked for of it; null where it is not.
 struct RowsResult {

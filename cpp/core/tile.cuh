@@ -15,7 +15,7 @@
 
 namespace te {
 
-// Where results go, all but y optional, and how: result.h says what they mean.
+// Where results go, all optional, and how: result.h says what they mean.
 struct Result {
   void* y = nullptr;             // [rows, outputs, cols]
   uint8_t* y_t = nullptr;        // [outputs, cols, rows]
@@ -61,6 +61,10 @@ __device__ __forceinline__ uint2 store_result(const Result& out, int64_t offset,
       }
     }
     return q;
+  }
+  if (!out.y) {
+    most = max_abs(most, v);
+    return {0u, 0u};
   }
   const auto store = [&](auto* y) {  // amax of what is stored
     const auto raw = round8<std::remove_pointer_t<decltype(y)>>(v);
@@ -324,11 +328,11 @@ ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, flo
 
 inline Result fp8_or_float_result(Out& y, const In& scale, Out& y_t, Out& amax, int64_t rows, int64_t cols) {
   Result out;
-  out.y = y->untyped_data();
+  out.y = data_or_null<void>(y);
   out.y_t = data_or_null<uint8_t>(y_t);
   out.scale = data_or_null<float>(scale);
   out.amax.value = data_or_null<float>(amax);
-  out.dtype = y->element_type();
+  out.dtype = present(y) ? y->element_type() : DType::F32;
   out.rows = rows;
   out.cols = cols;
   out.vector = cols % 8 == 0 && aligned(out.y);

@@ -48,7 +48,7 @@ ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, Out y, Out y_t, O
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows input(z, 2);
-  const RowsResult result = rows_result(matrix(y, 1), scale, y_t, amax);
+  const RowsResult result = rows_result(result_matrix(y, input.rows(), matrix(z, 1).cols), scale, y_t, amax);
   const int64_t n = result.y.cols;
   return with_curve(activation.curve, attributes, [&](auto curve) {
     store_rows(pool, result, [&](int64_t row, float* values, float* scratch) {
@@ -65,7 +65,8 @@ ffi::Error ActivationBwd(ffi::ThreadPool pool, In dy, In z, In scale, Out dz, Ou
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows cotangent(dy, 1), input(z, 2);
-  const RowsResult result = rows_result(matrix(dz, 2), scale, dz_t, amax, data_or_null<float>(dbias));
+  const Matrix to = result_matrix(dz, input.rows(), input.cols());
+  const RowsResult result = rows_result(to, scale, dz_t, amax, data_or_null<float>(dbias));
   const int64_t n = cotangent.cols();
   return with_curve(activation.curve, attributes, [&](auto curve) {
     store_rows(pool, result, [&](int64_t row, float* values, float* scratch) {

@@ -127,12 +127,13 @@ ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, Out y, Out y_t, Ou
   const Check check = check_activation_fwd(z, scale, y, y_t, amax, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
-  const Matrix m = matrix(y, 1);
-  Result out = fp8_or_float_result(y, scale, y_t, amax, m.rows, m.cols);
+  const Matrix m = matrix(z, 2);
+  const int64_t cols = matrix(z, 1).cols;
+  Result out = fp8_or_float_result(y, scale, y_t, amax, m.rows, cols);
   out.vector = out.vector && aligned(z.untyped_data());
   return with_variant(z.element_type(), out.vector, activation, attributes, [&](auto t, auto gated, auto curve) {
     const Forward<decltype(t), decltype(gated)::value, decltype(curve)> in{
-        {z.untyped_data(), z.element_type()}, m.cols, curve};
+        {z.untyped_data(), z.element_type()}, cols, curve};
     return launch_tiles(stream, in, out);
   });
 }

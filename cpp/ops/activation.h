@@ -1,7 +1,7 @@
 // te_activation_fwd, te_activation_bwd: their signatures, and the curves that CPU and CUDA share.
 //
-//   activation_fwd: z[rows, A, N], scale f32[]? -> y[rows, N], y_t[N, rows]?, amax f32[]?
-//   activation_bwd: dy[rows, N], z[rows, A, N], scale f32[]? -> dz[rows, A, N], dz_t[A, N, rows]?, amax f32[]?,
+//   activation_fwd: z[rows, A, N], scale f32[]? -> y[rows, N]?, y_t[N, rows]?, amax f32[]?
+//   activation_bwd: dy[rows, N], z[rows, A, N], scale f32[]? -> dz[rows, A, N]?, dz_t[A, N, rows]?, amax f32[]?,
 //                   dbias f32[A, N]?, the sum of dz over rows before its cast
 //
 // A = 1: y = curve(z[0]). A = 2 (names that end in "_linear"): y = curve(z[0]) * z[1], or a curve's own gate(z[1]). All
@@ -215,7 +215,8 @@ inline Check check_activation_fwd(const In& z, const In& scale, Out& y, Out& y_t
   Check check = check_activation_input("te_activation_fwd", z, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
-  return check_result(check, scale, "y", y, "y_t", y_t, amax, m.rows, matrix(z, 1).cols);
+  return check_result(check, scale, "y", y, "y_t", y_t, amax, m.rows, matrix(z, 1).cols,
+                      /*optional_y=*/true);
 }
 
 inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, Out& dz, Out& dz_t, Out& amax, Out& dbias,
@@ -224,7 +225,7 @@ inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, Ou
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
   check.high_precision("dy", dy).size("dy", dy, m.rows, matrix(z, 1).cols);
-  check_result(check, scale, "dz", dz, "dz_t", dz_t, amax, m.rows, m.cols);
+  check_result(check, scale, "dz", dz, "dz_t", dz_t, amax, m.rows, m.cols, /*optional_y=*/true);
   if (present(dbias)) check.dtype("dbias", *dbias, DType::F32).size("dbias", *dbias, 1, m.cols);
   return check;
 }

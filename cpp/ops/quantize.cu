@@ -120,7 +120,6 @@ ffi::Error Quantize(cudaStream_t stream, In x, In scale, Out q, Out q_t, Out ama
   if (present(colsum)) check_workspace(check, workspace, tile_partials(m.rows, m.cols));
   if (check.failed()) return check.error();
   Result out = fp8_or_float_result(q, scale, q_t, amax, m.rows, m.cols);
-  out.y = data_or_null<uint8_t>(q);
   out.dtype = format_of(q, q_t);
   out.vector = m.cols % 8 == 0 && aligned(out.y) && aligned(m.data);
   const auto run = [&](auto t) {
@@ -141,7 +140,6 @@ ffi::Error QuantizeStack(cudaStream_t stream, In x0, In x1, In x2, In scale, Out
   if (check.failed()) return check.error();
   const void* const parts[3] = {m.data, x1.untyped_data(), x2.untyped_data()};
   Result out = fp8_or_float_result(q, scale, q_t, amax, m.rows, cols);
-  out.y = data_or_null<uint8_t>(q);
   out.dtype = format_of(q, q_t);
   out.vector = aligned(out.y) && aligned(parts[0]) && aligned(parts[1]) && (absent(x2) || aligned(parts[2]));
   const auto run = [&](auto t) {

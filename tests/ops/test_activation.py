@@ -124,6 +124,9 @@ def test_fp8_results(implementation, name, shape, dtype):
     assert_fp8(out.y, y, scale)
     assert_amax(out.amax, y)
     assert_transposed(out.y_t, out.y, 1)
+    measured = activation_fwd(z, None, activation=name, y=False, amax=True)
+    assert measured.y is None and measured.y_t is None
+    assert_amax(measured.amax, y)
 
     d = activation_bwd(dy, z, jnp.float32(scale), activation=name, dtype=fp8, dz_t=True, amax=True, dbias=True)
     dz = exact_backward(name, dy, z)
@@ -134,6 +137,10 @@ def test_fp8_results(implementation, name, shape, dtype):
     rows = tuple(range(z.ndim - 2))
     assert d.dbias.shape == z.shape[-2:] and d.dbias.dtype == jnp.float32
     assert np.all(np.abs(wide(d.dbias) - dz.sum(rows)) <= DBIAS * np.abs(dz).sum(rows) + 1e-9)
+    measured = activation_bwd(dy, z, None, activation=name, dz=False, amax=True, dbias=True)
+    assert measured.dz is None and measured.dz_t is None
+    assert_amax(measured.amax, dz, ulps=16)
+    testing.assert_same_bytes(measured.dbias, d.dbias)
 
 
 @pytest.mark.parametrize("name, dtype", [(n, F32) for n in NAMES] + [("gelu", F16), ("silu_linear", BF16)])

@@ -26,10 +26,15 @@ class RelativePositionBiases(nn.Module):
         """Lengths -> biases [1, heads, q_seqlen, k_seqlen]."""
         init = nn.with_logical_partitioning(self.embedding_init, self.embedding_axes)
         table = self.param("rel_embedding", init, (self.num_attention_heads, self.num_buckets), self.dtype)
-        # By distance first: a table [q_seqlen, k_seqlen] of buckets would be a constant of the program.
-        of_distance = jnp.take(table, self._bucket(np.arange(1 - q_seqlen, k_seqlen), bidirectional), axis=1)
-        distance = jnp.arange(k_seqlen)[None, :] - jnp.arange(q_seqlen)[:, None]
-        return jnp.take(of_distance, distance + (q_seqlen - 1), axis=1, mode="clip")[None]
+        # By distance first: a table [q_seqlen, k_seqlen] of buckets would be a constant of the program. Products and
+        # reshapes, no lookups: their gradients are sums in a fixed order, not atomics that meet in a few buckets.
+        bucket = self._bucket(np.arange(1 - q_seqlen, k_seqlen + 1), bidirectional)
+        one_hot = jax.nn.one_hot(bucket, self.num_buckets, axis=0, dtype=table.dtype)
+        of_distance = jnp.matmul(table, one_hot, precision="highest")
+        # Row q starts one entry before row q - 1. So, of the table's copies in a row, rows one shorter than a copy.
+        width = q_seqlen + k_seqlen
+        rows = jnp.tile(of_distance, (1, q_seqlen))[:, q_seqlen - 1 : q_seqlen * width - 1]
+        return rows.reshape(-1, q_seqlen, width - 1)[None, :, :, :k_seqlen]
 
     def _bucket(self, distance: np.ndarray, bidirectional: bool) -> np.ndarray:
         """Half of the buckets count small distances exactly, the others grow with their logarithm."""

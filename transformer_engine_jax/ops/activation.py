@@ -106,13 +106,13 @@ CLAMPED = "_".join(CLAMPED_CURVES)  # the pair, which has a kernel
 
 
 class ActivationFwd(NamedTuple):
-    y: jax.Array  # [.., N] in dtype
+    y: jax.Array | None  # [.., N] in dtype
     y_t: jax.Array | None  # fp8[N, ..] its transposed copy
     amax: jax.Array | None  # f32[] max |y| before scaling
 
 
 class ActivationBwd(NamedTuple):
-    dz: jax.Array  # [.., A, N] in dtype
+    dz: jax.Array | None  # [.., A, N] in dtype
     dz_t: jax.Array | None  # fp8[A, N, ..] its transposed copy
     amax: jax.Array | None  # f32[] max |dz| before scaling
     dbias: jax.Array | None  # f32[A, N] sum of dz over the leading axes, before the cast
@@ -137,13 +137,16 @@ def _split(op: str, z, activation: str, clamp: Clamp) -> tuple[Point, Point | No
 
 @kernel("... a n, - -> ... n, n ..., -", whole="a", reduce={"amax": "max"})
 def activation_fwd(
-    z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, y_t=False, amax=False
+    z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, y=True, y_t=False, amax=False
 ) -> ActivationFwd:
-    """y from z[.., A, N]; with a scale f32[], y is FP8 (`dtype`), without it z's dtype or `dtype`."""
+    """y from z[.., A, N]; with a scale f32[], y is FP8 (`dtype`), without it z's dtype or `dtype`.
+
+    Without y, amax is that of the values themselves, in f32.
+    """
     curve, gate = _split("activation_fwd", z, activation, Clamp(limit, alpha, glu_linear_offset))
     values = curve.value if gate is None else curve.value * gate.value
     return ActivationFwd(
-        *store("activation_fwd", values, scale, dtype=dtype or z.dtype, k_axes=1, transposed=y_t, amax=amax)
+        *store("activation_fwd", values, scale, dtype=dtype or z.dtype, k_axes=1, y=y, transposed=y_t, amax=amax)
     )
 
 
@@ -158,17 +161,20 @@ def _scratch(dy, z, scale, *, dbias, **_) -> int:
     workspace=_scratch,
 )
 def activation_bwd(
-    dy, z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, dz_t=False, amax=False,
-    dbias=False,
+    dy, z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, dz=True, dz_t=False,
+    amax=False, dbias=False,
 ) -> ActivationBwd:  # fmt: skip
-    """dz from dy[.., N] and z; with a scale f32[], dz is FP8 (`dtype`), without it z's dtype or `dtype`."""
+    """dz from dy[.., N] and z; with a scale f32[], dz is FP8 (`dtype`), without it z's dtype or `dtype`.
+
+    Without dz, amax is that of the values themselves, in f32.
+    """
     curve, gate = _split("activation_bwd", z, activation, Clamp(limit, alpha, glu_linear_offset))
     dy = dy.astype(jnp.float32)
     if gate is None:
         values = (dy * curve.slope)[..., None, :]
     else:
         values = jnp.stack([dy * gate.value * curve.slope, dy * curve.value * gate.slope], axis=-2)
-    out = store("activation_bwd", values, scale, dtype=dtype or z.dtype, k_axes=2, transposed=dz_t, amax=amax)
+    out = store("activation_bwd", values, scale, dtype=dtype or z.dtype, k_axes=2, y=dz, transposed=dz_t, amax=amax)
     return ActivationBwd(*out, jnp.sum(values, axis=tuple(range(z.ndim - 2))) if dbias else None)
 
 

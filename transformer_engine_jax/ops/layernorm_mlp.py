@@ -29,29 +29,33 @@ from transformer_engine_jax.ops.dense import (
 )
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
-from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for
-from transformer_engine_jax.ops.state import Scales
+from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for, quantizer_scale
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
 
 def activation_forward(fused: Fused, z, quantizer: Quantizer) -> Cast:
-    """The activation of z[.., A, N], quantized both ways in the pass that computes it."""
-    if quantizer.spec.recipe.stateful:
-        out = activation_fwd(z, quantizer.scale, **fused._asdict(), dtype=quantizer.spec.dtype, y_t=True, amax=True)
-        return cast_result(Scales(quantizer.scale, quantizer.scale_inv), out.y, out.y_t, out.amax)
-    out = activation_fwd(z, None, **fused._asdict(), amax=True)
-    return quantize_for(quantizer, out.y, q_t=True, amax_of_x=out.amax)
+    """The activation of z[.., A, N], quantized both ways in the pass that computes it.
+
+    A recipe that needs its amax first computes it twice: that moves fewer bytes than to store it in between.
+    """
+
+    def run(scale, **results):
+        return activation_fwd(z, scale, **fused._asdict(), **results, amax=True)
+
+    scales = quantizer_scale(quantizer, lambda: run(None, y=False).amax)
+    out = run(scales.scale, dtype=quantizer.spec.dtype, y_t=True)
+    return cast_result(scales, out.y, out.y_t, out.amax)
 
 
 def activation_backward(fused: Fused, dy, z, quantizer: Quantizer, *, dbias: bool) -> Cast:
-    """The gradient of z[.., A, N], quantized both ways, with its sum over tokens where there is a bias."""
-    if quantizer.spec.recipe.stateful:
-        out = activation_bwd(
-            dy, z, quantizer.scale, **fused._asdict(), dtype=quantizer.spec.dtype, dz_t=True, amax=True, dbias=dbias
-        )
-        return cast_result(Scales(quantizer.scale, quantizer.scale_inv), out.dz, out.dz_t, out.amax, out.dbias)
-    out = activation_bwd(dy, z, None, **fused._asdict(), amax=True, dbias=dbias)
-    return quantize_for(quantizer, out.dz, k_axes=2, q_t=True, amax_of_x=out.amax)._replace(colsum=out.dbias)
+    """The gradient of z[.., A, N], quantized likewise, with its sum over tokens where there is a bias."""
+
+    def run(scale, **results):
+        return activation_bwd(dy, z, scale, **fused._asdict(), **results, amax=True)
+
+    scales = quantizer_scale(quantizer, lambda: run(None, dz=False).amax)
+    out = run(scales.scale, dtype=quantizer.spec.dtype, dz_t=True, dbias=dbias)
+    return cast_result(scales, out.dz, out.dz_t, out.amax, out.dbias)
 
 
 class _Static(NamedTuple):
