@@ -80,7 +80,8 @@ def section(document: dict) -> str:
     versions = document["versions"]
     said = ["cublas", "cudnn-cu13", "jax", "flax"]
     libraries = ", ".join(f"{name} {v}" for name in said if (v := versions.get(name) or versions.get(f"nvidia-{name}")))
-    head = f"**{title}**: one {document['device']}, {libraries}; `{document['command']}`."
+    commit = f", at commit {document['commit']}" if document.get("commit") else ""
+    head = f"**{title}**: one {document['device']}, {libraries}; `{document['command']}`{commit}."
     if skipped:
         head += f" Not run here: {', '.join(skipped)}."
     body = table(columns, done)
