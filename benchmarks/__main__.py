@@ -5,6 +5,7 @@ python -m benchmarks gemm --config gpt
 python -m benchmarks attention --config llama
 python -m benchmarks kernels --hidden 4096 16384
 python -m benchmarks train --steps 300
+python -m benchmarks sharded --config llama
 python -m benchmarks profile --config gpt --against te-delayed
 python -m benchmarks readme
 """
@@ -15,10 +16,10 @@ import argparse
 import pathlib
 from collections.abc import Iterable
 
-from benchmarks import attention, gemm, kernels, layer, peers, profile, readme, report, train
+from benchmarks import attention, gemm, kernels, layer, peers, profile, readme, report, sharded, train
 from benchmarks.shapes import SHAPES
 
-MODULES = {"layer": layer, "gemm": gemm, "attention": attention, "kernels": kernels, "train": train}
+MODULES = {"layer": layer, "gemm": gemm, "attention": attention, "kernels": kernels, "train": train, "sharded": sharded}
 LAYERS = ["flax", "flax-fp8", "te", "nvidia"]
 
 
@@ -56,6 +57,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         else:
             add("--rounds", type=int, default=12, help="in each of which every contender runs")
             add("--calls", type=int, default=5, help="of each contender in a round")
+        if name == "sharded":
+            add("--devices", type=int, metavar="N", help="how many (default: all)")
         if name == "layer":
             add("--no-floor", action="store_true", help="skip measuring what the layer could take at least")
             add(
@@ -79,6 +82,8 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
         against = chosen(args.against or LAYERS, peers.CONTENDERS)
         return layer.run(args.config, against, floor=not args.no_floor, copy=tuple(args.copy), **timing)
     module = MODULES[args.what]
+    if args.what == "sharded":
+        timing["devices"] = args.devices
     return module.run(args.config, chosen(args.against or module.CONTENDERS, module.CONTENDERS), **timing)
 
 

@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] ...    logs go to the folder OUT; default: the first three
 set -u -o pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [attention]}
+out=${1:?usage: benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] ...mm] [attention]}
 shift
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -19,7 +19,7 @@ for part in "${@:-kernels tests train}"; do
       # By name as they end, so that a run that is cut short still says what failed.
       tests) python3 -m pytest -v -n "$(nproc)" --dist worksteal 2>&1 | tee "$out/tests.log" | grep -E "FAILED|ERROR|passed" ;;
       train) python3 examples/train_gpt.py --out "$out/run" 2>&1 | tee "$out/train.log" | tail -20 ;;
-      layer | gemm | attention) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
+      layer | gemm | attention | sharded) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
       *) echo "unknown step $step"; exit 2 ;;
     esac || status=1
   done

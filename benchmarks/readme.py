@@ -63,6 +63,17 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "difference": lambda r: f"{r['difference']:+.2%}",
         },
     ),
+    "sharded": (
+        "One Transformer layer over several GPUs",
+        {
+            "config": lambda r: r["config"],
+            "layer": lambda r: r["contender"],
+            "GPUs": lambda r: f"{r['devices']} x {r['layout']}" if r["devices"] > 1 else "1",
+            "ms": lambda r: f"{r['ms']:.3g}",
+            "speed-up": lambda r: f"{r['speedup']:.2f}",
+            "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
+        },
+    ),
 }
 LONG = 16  # tables with more rows than this are folded away
 

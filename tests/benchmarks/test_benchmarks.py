@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import floor, gemm, kernels, layer, peers, readme, report
+from benchmarks import floor, gemm, kernels, layer, peers, readme, report, sharded
 from benchmarks.shapes import SHAPES, products
 from examples.gpt.data import load
 
@@ -123,6 +123,20 @@ def test_train_compares_losses_on_the_same_bytes(tmp_path):
     assert bf16["difference"] == 0 and 0 < abs(delayed["difference"]) < 0.05  # other numbers, the same training
     assert bf16["unigram_entropy"] == pytest.approx(load(str(data), 32).unigram_entropy, rel=1e-4)
     assert bf16["tokens_per_s"] > 0 and bf16["seq"] == 32
+
+
+def test_sharded_is_the_layer(tmp_path):
+    rows = rows_of(
+        tmp_path, "sharded", "--config", "tiny-llama", "--devices", "2", "--against", "te-bf16,te-delayed", *QUICK
+    )
+    assert [row["layout"] for row in rows] == 2 * ["one device", *sharded.LAYOUTS]
+    for row in rows:
+        assert row["speedup"] > 0 and ("output_off" in row) == (row["devices"] == 2)
+        # bf16: products are rounded before they are summed over devices; FP8: the next cast then flips, here and there.
+        bound = 1e-2 if row["contender"] == "te-bf16" else 0.1
+        assert row["devices"] == 1 or max(row["output_off"], row["gradients_off"]) < bound, row
+    with pytest.raises(SystemExit, match="expected 2 devices or more, got 1"):
+        command.main(["sharded", "--config", "tiny", "--devices", "1"])
 
 
 def test_names_of_contenders():

@@ -3,6 +3,7 @@
 from functools import partial
 
 import emulated
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,6 +225,16 @@ def test_initial_variance_of_each_projection(layout, scaled):
     assert abs(float(q.var()) * HIDDEN * (D if scaled else 1) - 1) < 0.13
     assert abs(float(k.var()) * HIDDEN - 1) < 0.13 and abs(float(v.var()) * HIDDEN - 1) < 0.13
     assert abs(float(params["out"]["kernel"].var()) * HIDDEN - 1) < 0.13
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(num_gqa_groups=2), dict(fuse_qkv_params=False)])
+def test_initial_values_do_not_depend_on_how_they_are_used(fields):
+    first, *others = (
+        nn.unbox(MHA(**fields, **special).init(jax.random.key(0), jnp.ones((2, S, HIDDEN)))["params"])
+        for special in (dict(), dict(enable_sequence_parallel=True), dict(return_layernorm_output=True))
+    )
+    for other in others:
+        testing.assert_same_bytes(other, first)
 
 
 def test_scaled_logits_leave_the_query_kernel_alone():

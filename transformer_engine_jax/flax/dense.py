@@ -210,6 +210,6 @@ class Projection(LayerNormDenseGeneral):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> ProjectionParts:
+        norm = self._make_norm(x)  # in the order of LayerNormDenseGeneral, on which initial values depend
         kernel, bias, _ = self._make_kernel(x, 1)
-        quantizers = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
-        return ProjectionParts(*self._make_norm(x), kernel, bias, *quantizers)
+        return ProjectionParts(*norm, kernel, bias, *self.gemm_quantizers("gemm", self.quantization_checkpoint_name))

@@ -1,0 +1,142 @@
+"""One Transformer layer, forward and backward, over all devices against one of them: speed, and that it is the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
+from benchmarks.peers import our_layer
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.timing import interleaved
+from transformer_engine_jax import recipe, testing
+
+CONTENDERS = {"te-bf16": None, "te-delayed": recipe.DelayedScaling(), "te-current": recipe.Float8CurrentScaling()}
+AXIS = "devices"
+
+
+class Layout(NamedTuple):
+    """What the mesh's one axis splits, and how the layer is told."""
+
+    resource: te.MeshResource
+    x: PartitionSpec = PartitionSpec()  # of activations [B, S, H]
+    fields: Mapping[str, Any] = MappingProxyType({})
+
+
+LAYOUTS = {
+    "data": Layout(te.MeshResource(dp_resource=AXIS), PartitionSpec(AXIS)),
+    "fsdp": Layout(te.MeshResource(fsdp_resource=AXIS), PartitionSpec(AXIS)),
+    "tensor": Layout(te.MeshResource(tp_resource=AXIS)),
+    "tensor+sequence": Layout(
+        te.MeshResource(tpsp_resource=AXIS), PartitionSpec(None, AXIS), dict(enable_sequence_parallel=True)
+    ),
+    "context, gathered": Layout(
+        te.MeshResource(cp_resource=AXIS),
+        PartitionSpec(None, AXIS),
+        dict(context_parallel_axis=AXIS, context_parallel_strategy="ALL_GATHER"),
+    ),
+    "context, ring": Layout(
+        te.MeshResource(cp_resource=AXIS),
+        PartitionSpec(None, AXIS),
+        dict(context_parallel_axis=AXIS, context_parallel_strategy="RING"),
+    ),
+}
+
+
+class Step:
+    """A compiled step on a mesh: all gradients of a layer under a fixed random cotangent; keeps its FP8 state."""
+
+    def __init__(self, shape: Shape, fp8: recipe.Recipe | None, layout: Layout, devices: list[jax.Device]):
+        self.mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        layer = our_layer(shape, **layout.fields)
+        place = NamedSharding(self.mesh, layout.x)
+
+        @contextlib.contextmanager
+        def context():
+            with (
+                jax.set_mesh(self.mesh),
+                te.autocast(fp8 is not None, fp8, mesh_resource=layout.resource),
+                nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())),
+            ):
+                yield
+
+        def normal(seed: int) -> jax.Array:  # drawn on the host: the same numbers whatever the layout
+            size = (shape.batch, shape.seq, shape.hidden)
+            values = np.random.default_rng(seed).standard_normal(size, np.float32)
+            return jax.device_put(values.astype(jnp.bfloat16), place)
+
+        def step(params, state, x, dy):
+            y, vjp = jax.vjp(lambda p, s, x: layer.apply({"params": p, **s}, x), params, state, x)
+            dparams, state, dx = vjp(dy)
+            return y, dparams, state, dx
+
+        self.x, self.dy = normal(0), normal(1)
+        with context():
+            boxed = jax.eval_shape(layer.init, jax.random.key(2), self.x)
+            sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, nn.get_logical_axis_rules())
+            init = jax.jit(lambda key, x: nn.unbox(layer.init(key, x)), out_shardings=sharding)
+            self.state, self.params = flax.core.pop(init(jax.random.key(2), self.x), "params")
+            self.compiled = jax.jit(step).lower(self.params, self.state, self.x, self.dy).compile()
+        memory = self.compiled.memory_analysis()
+        self.temp_gib = memory.temp_size_in_bytes / 2**30 if memory else float("nan")
+
+    def __call__(self):
+        out = self.compiled(self.params, self.state, self.x, self.dy)
+        self.state = out[2]
+        return out
+
+    def results(self) -> dict[str, Any]:
+        """The output and the gradients of a first step, on the host."""
+        y, dparams, _, dx = jax.device_get(self.compiled(self.params, self.state, self.x, self.dy))
+        return {"output": y, "gradients": (dparams, dx)}
+
+
+def run(configs: list[str], against: list[str], *, devices: int | None = None, **timing) -> Iterator[dict]:
+    """A row for each config, contender and layout: ms, ratio to one device, and how far its results are off.
+
+    devices: how many; None: all. Raises SystemExit where there is only one.
+    """
+    devices = jax.devices()[:devices]
+    if len(devices) < 2:
+        raise SystemExit(
+            f"benchmarks: sharded: expected 2 devices or more, got {len(devices)} ({devices[0].device_kind}); on a CPU "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=2 emulates them"
+        )
+    for config in configs:
+        for name in against:
+            make = lambda layout, devices, name=name: Step(SHAPES[config], CONTENDERS[name], layout, devices)
+            one = make(Layout(te.MeshResource()), devices[:1])
+            expected, steps, rows = one.results(), {"one device": one}, {}
+            for layout in LAYOUTS:
+                step = steps[layout] = make(LAYOUTS[layout], devices)
+                got = step.results()
+                rows[layout] = {what: testing.relative_error(got[what], expected[what]) for what in expected}
+            timings = interleaved(steps, **timing)
+            for layout, errors in {"one device": {}, **rows}.items():
+                yield {
+                    "config": config,
+                    "contender": name,
+                    "devices": 1 if layout == "one device" else len(devices),
+                    "layout": layout,
+                    "ms": timings[layout].median,
+                    "spread": timings[layout].spread,
+                    "speedup": timings["one device"].median / timings[layout].median,
+                    "temp_gib": steps[layout].temp_gib,
+                } | {f"{what}_off": error for what, error in errors.items()}
+
+
+def line(row: dict) -> str:
+    off = "".join(f"  {what} off {row[f'{what}_off']:.1e}" for what in ("output", "gradients") if f"{what}_off" in row)
+    what = f"{row['config']:>6} {row['contender']:<11} {row['devices']} x {row['layout']:<18}"
+    speed = f"{row['ms']:8.3f} ms  x{row['speedup']:.2f}  +-{row['spread']:.1%}"
+    return f"{what} {speed}  temp {row['temp_gib']:.2f} GiB{off}"
