@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.handlers import HANDLERS
 from transformer_engine_jax.kernel import differentiable, kernel, kernel_p
@@ -16,6 +17,7 @@ from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, quantize
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 4, 64))
 SCALE = jnp.float32(37.0)
+G = jnp.linspace(0.5, 1.5, 64)
 
 
 def quantized(x):
@@ -92,11 +94,32 @@ def test_vmap_of_a_vmap_and_of_an_unbatched_operand():
 
 
 def test_a_kernel_is_not_differentiable_by_itself():
-    with pytest.raises(NotImplementedError, match="te_kernel"):
+    with pytest.raises(NotImplementedError, match="amax: expected at most one derivative"):
         jax.grad(lambda x: amax(x))(X)
 
 
+def test_names_of_dtypes_and_numbers_of_python():
+    expected = quantize(X, SCALE, dtype=E4M3)
+    with jax.enable_x64(True):
+        testing.assert_same_bytes(quantize(X, 37.0, dtype="float8_e4m3fn"), expected)
+    with pytest.raises(ValueError, match="dtype: expected float8_e4m3fn or float8_e5m2, got bfloat16"):
+        quantize(X, SCALE, dtype=jnp.bfloat16)
+
+
 # --- Meshes ----------------------------------------------------------------------------------------------------------
+
+
+def test_vmap_over_an_axis_that_explicit_mesh_axes_shard():
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=True)
+    # Neither has a rule that takes one more axis for all calls: an amax of each, and parameters of all.
+    with testing.on_mesh(mesh):
+        x = testing.shard(mesh, X, P("data"))
+        per_example = jax.jit(jax.vmap(lambda x: amax(x)))(x)
+        grads = jax.jit(jax.vmap(jax.grad(lambda g, x: (te.rmsnorm(x, g) ** 2).sum()), in_axes=(None, 0)))(G, x)
+    testing.assert_same_bytes(jax.device_get(per_example), np.abs(np.asarray(X)).max((1, 2)))
+    expected = [jax.grad(lambda g, x=x: (te.rmsnorm(x, g) ** 2).sum())(G) for x in X]
+    testing.assert_close(jax.device_get(grads), np.stack(expected), 1e-6)
+
 
 SPECS = {
     "rows": P("data", None, None),

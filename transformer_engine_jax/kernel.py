@@ -29,7 +29,7 @@ import numpy as np
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
@@ -124,8 +124,12 @@ class Kernel:
         for name, value in attributes.items():
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{self.name} needs the attribute {name}")
+        if attributes.get("dtype") is not None:
+            attributes["dtype"] = np.dtype(attributes["dtype"])
         call = _Call(self, tuple(attributes.items()), tuple(x is None for x in operands), bool(use_references.value))
-        present = align(*[jnp.asarray(x) for x in operands if x is not None])
+        given = [x for x in operands if x is not None]
+        # Python's numbers are f32, whatever jax_enable_x64 says.
+        present = align(*[jnp.asarray(x, jnp.float32 if isinstance(x, int | float) else None) for x in given])
         call.axes(present)  # raises where a rank contradicts the rule
         results = iter(kernel_p.bind(*present, call=call))
         full = [None if r is None else next(results) for r in call.result_shapes(present)]
@@ -431,7 +435,7 @@ def _batch(present, dims, *, call: _Call):
             it = iter(batched)
             return kernel_p.bind(*[x if f else next(it) for x, f in zip(front, fixed)], call=call)
 
-        out = jax.lax.map(one, [x for x, f in zip(front, fixed) if not f])
+        out = jax.lax.map(one, [_with_leading_axis_whole(x) for x, f in zip(front, fixed) if not f])
         return out, [0] * len(out)
     front = [
         jnp.broadcast_to(x, (size, *x.shape)) if group in t and d is None else x for x, t, d in zip(front, names, dims)
@@ -442,6 +446,24 @@ def _batch(present, dims, *, call: _Call):
 
 
 batching.primitive_batchers[kernel_p] = _batch
+
+
+def _with_leading_axis_whole(x: jax.Array) -> jax.Array:
+    """x for a loop over its leading axis, which explicit mesh axes may not shard."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.mesh.explicit_axes or sharding.spec[0] is None:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
+
+
+def _no_second_derivative(primals, tangents, *, call: _Call):
+    raise NotImplementedError(
+        f"{call.kernel.name}: expected at most one derivative, in reverse mode: kernels of transformer_engine_jax have "
+        "gradients (jax.grad, jax.vjp) but neither tangents nor second derivatives"
+    )
+
+
+ad.primitive_jvps[kernel_p] = _no_second_derivative
 
 
 # --- Differentiable ops ------------------------------------------------------------------------------------------
@@ -462,11 +484,20 @@ def align(*args: jax.Array) -> tuple[jax.Array, ...]:
 
     def aligned(x, t):
         if meshes and t.sharding.mesh.empty:
-            x = jax.sharding.reshard(x, NamedSharding(meshes[0], PartitionSpec(*[None] * t.ndim)))
+            x = _put(x, NamedSharding(meshes[0], PartitionSpec(*[None] * t.ndim)))
         missing = tuple(sorted(varying - t.manual_axis_type.varying))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return tuple(aligned(x, t) for x, t in zip(args, types))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """x on a mesh, where its cotangent stays: JAX would put that where x was, which vmap over the mesh can't."""
+    return jax.sharding.reshard(x, sharding)
+
+
+_put.defvjp(lambda x, sharding: (_put(x, sharding), None), lambda sharding, _, cotangent: (cotangent,))
 
 
 @jax.tree_util.register_static

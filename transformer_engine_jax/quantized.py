@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,13 @@ class QuantizerState:
     scale: jax.Array  # f32[] multiply by this before the cast
     amax_history: jax.Array  # f32[H] newest first, behind the slot that the coming step fills
     uses: jax.Array  # f32[] how many updated states were added up here; 1 unless `attach` could not prevent it
+
+    @classmethod
+    def of(cls, state: Any) -> Any:
+        """The state that a mapping of its fields stands for, as restored without a target; anything else as it is."""
+        if isinstance(state, Mapping) and set(state) == {field.name for field in dataclasses.fields(cls)}:
+            return cls(**{name: jnp.asarray(value, jnp.float32) for name, value in state.items()})
+        return state
 
     @classmethod
     def create(cls, recipe: DelayedScaling) -> QuantizerState:

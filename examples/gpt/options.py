@@ -134,7 +134,8 @@ def _saved(given: dict) -> dict:
         raise UsageError("--resume needs --out DIR, the folder of the run to continue")
     try:
         saved = json.loads((given["out"] / "options.json").read_text())
-    except (OSError, ValueError):
+        saved["fingerprint"]  # every run has one
+    except (OSError, ValueError, TypeError, KeyError):
         raise UsageError(f"--resume: {given['out']} holds no run") from None
     for name, value in given.items():
         if name not in RESUMABLE and saved.get(name) != value:

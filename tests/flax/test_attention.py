@@ -313,6 +313,19 @@ def test_low_rank_adaptation_of_cross_attention_is_one_more_kernel(fused, scope,
     [
         ({"low_rank_adaptation_scope": "some"}, {}, "low_rank_adaptation_scope: expected one of .*got 'some'"),
         ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
+        ({"num_attention_heads": 0}, {}, "num_attention_heads: expected a positive number, got 0"),
+        ({"window_size": 3}, {}, "window_size: expected .left, right. or None, got 3"),
+        ({"attention_dropout": 1.0}, {}, r"attention_dropout: expected a rate in \[0, 1\), got 1.0"),
+        (
+            {"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (-1, 9)},
+            {},
+            "windows: expected two positive numbers, got .-1, 9.",
+        ),
+        (
+            {"low_rank_adaptation_scope": "all", "low_rank_adaptation_dim": 0},
+            {},
+            "low_rank_adaptation_dim: expected a positive number, got 0",
+        ),
         ({"attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs .*mask="),
         (
             {"enable_rotary_pos_emb": True, "rotary_pos_emb_group_method": "pairs"},
@@ -383,6 +396,31 @@ def t5_bucket(distance: int, bidirectional: bool, buckets: int, furthest: int) -
     width = buckets - exact
     j = max(j for j in range(width) if j == 0 or distance**width * exact**j >= furthest**j * exact**width)
     return first + exact + j
+
+
+def test_empty_batches_and_sequences():
+    module, variables = MHA(), steps.init(MHA(), X)
+    for shape in ((0, S, HIDDEN), (B, 0, HIDDEN)):
+        x = jnp.zeros(shape)
+        out, (grads, dx) = steps.step(lambda v, x: module.apply(v, x)[0], variables, x)
+        assert out.shape == dx.shape == shape and not any(g.any() for g in jax.tree.leaves(grads))
+    key, first = jax.random.key(0), lambda module, *inputs: module.init_with_output(key, *inputs)[0][0]
+    testing.assert_same_bytes(first(MHA(attn_mask_type="no_mask"), X, X[:, :0]), jnp.zeros_like(X))
+    assert first(MHA(low_rank_adaptation_scope="all"), X[:0]).shape == (0, *X.shape[1:])
+    assert RelativePositionBiases(32, 128, 2).init_with_output(key, 0, 3)[0].shape == (1, 2, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "fields, q_seqlen, message",
+    [
+        ((2, 128), 3, "num_buckets: expected 4 or more with bidirectional=True, got 2"),
+        ((32, 8), 3, "max_distance: expected 9 or more with bidirectional=True, got 8"),
+        ((32, 128), -1, "q_seqlen: expected 0 or more"),
+    ],
+)
+def test_relative_positions_that_do_not_fit_are_named(fields, q_seqlen, message):
+    with pytest.raises(ValueError, match=f"RelativePositionBiases: {message}"):
+        RelativePositionBiases(*fields, 2).init(jax.random.key(0), q_seqlen, 3)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

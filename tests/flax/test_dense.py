@@ -353,6 +353,10 @@ def test_sharded_is_unsharded(resource, explicit):
         ),
         (DenseGeneral(features=5, parameters_split={"a": 2, "b": 4}), "parameters_split: expected distinct names"),
         (DenseGeneral(features=4, parameters_split=("a", "a_")), "parameters_split: expected distinct names"),
+        (
+            DenseGeneral(features=4, parameters_split="ab"),
+            "parameters_split: expected a list of names",
+        ),
         (DenseGeneral(features=4, parameters_split=()), "parameters_split: expected distinct names"),
         (LayerNormDenseGeneral(features=0), "features: expected positive sizes, got 0"),
     ],

@@ -152,6 +152,15 @@ def test_names_for_checkpoint_policies():
     assert "name=mine" in str(jax.make_jaxpr(jax.grad(lambda v: module.apply(v, X).sum()))(variables))
 
 
+def test_without_fp8_it_is_jaxs_own():
+    x, kernel = X.astype(jnp.bfloat16), jnp.ones((X.shape[-1], 3), jnp.bfloat16) / 3
+    numbers, options = (((x.ndim - 1,), (0,)), ((), ())), dict(precision="highest", preferred_element_type=jnp.float32)
+    got = te_flax.make_dot_general_cls()().apply({}, x, kernel, numbers, **options)
+    testing.assert_same_bytes(got, jax.lax.dot_general(x, kernel, numbers, **options))
+    got = te_flax.make_einsum_cls()().apply({}, "...k,kn->...n", x, kernel, **options)
+    testing.assert_same_bytes(got, jnp.einsum("...k,kn->...n", x, kernel, **options))
+
+
 def test_one_recipe_is_one_class():
     assert te_flax.make_dot_general_cls(DELAYED) is te_flax.make_dot_general_cls(
         te.recipe.DelayedScaling(amax_history_len=4)

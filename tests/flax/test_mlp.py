@@ -325,6 +325,8 @@ def test_in_a_manual_shard_map(check_vma):
         ({"layernorm_type": "none"}, "layernorm_type: expected 'layernorm' or 'rmsnorm', got 'none'"),
         ({"kernel_axes_1": ("embed", "mlp")}, "wi_kernel: expected 3 logical axes"),
         ({"dot_1_input_axes": ("batch",)}, r"expected 3 logical axes for x\[4, 8, 64\]"),
+        ({"intermediate_dropout_rate": 1.0}, r"intermediate_dropout_rate: expected a rate in \[0, 1\), got 1.0"),
+        ({"intermediate_hidden_dropout_dims": (5,)}, r"dropout_dims: expected axes of 3, got \(5,\)"),
         ({"intermediate_dim": 0}, "intermediate_dim: expected a positive size, got 0"),
     ],
 )

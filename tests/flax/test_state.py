@@ -3,6 +3,7 @@
 from functools import partial
 
 import emulated
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,19 @@ def test_variables_made_outside_work_inside(model):
             steps.step(model.apply, {**inside, "params": outside["params"]}, X),
             emulated.F32,
         )
+
+
+def test_states_restored_as_mappings_are_states():
+    """What orbax and msgpack give back without a target."""
+    variables = steps.init(MLP, X, rec=DELAYED, deterministic=True)
+    with steps.autocast(DELAYED):
+        apply = partial(MLP.apply, deterministic=True)
+        settled = steps.settle(apply, variables, X)
+        raw = flax.serialization.msgpack_restore(flax.serialization.to_bytes(settled))
+        assert isinstance(raw[STATE_COLLECTION]["gemm_1_x"], dict)
+        testing.assert_same_bytes(apply(raw, X), apply(settled, X))
+        made = te_flax.init_state(MLP, raw, X, deterministic=True)
+        testing.assert_same_bytes(made[STATE_COLLECTION], dict(settled[STATE_COLLECTION]))
 
 
 def test_states_that_fit_are_kept_and_others_start_anew():

@@ -319,6 +319,28 @@ def test_shapes_that_do_not_fit_are_named(fp8, x, kernel, bias, k_axes, message)
         dense(jnp.ones(x), jnp.ones(kernel), bias, k_axes=k_axes, quantizers=quantizers)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("wrong", [jnp.int32, bool, E4M3])
+@pytest.mark.parametrize("index, name", [(0, "x"), (1, "kernel"), (2, "bias")])
+def test_dtypes_without_a_product_are_named(fp8, index, name, wrong):
+    quantizers = emulated.quantizers(emulated.states(), DELAYED) if fp8 else None
+    arrays = [jnp.ones((4, 64)), jnp.ones((64, 48)), jnp.ones(48)]
+    arrays[index] = arrays[index].astype(wrong)
+    with pytest.raises(ValueError, match=f"dense: {name}: expected f32, f16 or bf16, got"):
+        dense(*arrays, quantizers=quantizers)
+
+
+def test_x64_changes_nothing():
+    x, kernel = jnp.ones((4, 64)), jnp.ones((64, 48))
+
+    def step(states):
+        return dense(x, kernel, quantizers=emulated.quantizers(states, DELAYED)).sum()
+
+    expected = jax.grad(step)(emulated.states())
+    with jax.enable_x64(True):
+        testing.assert_same_bytes(jax.grad(step)(emulated.states()), expected)
+
+
 def test_a_state_of_another_history_length_is_named():
     states = emulated.states()
     with pytest.raises(ValueError, match=r"amax_history f32\[16\].*got \(\) and \(4,\)"):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.flax.base import check_positive, default_kernel_init, flat_kernel_init
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, Projection
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention, context_parallel, one_of
 from transformer_engine_jax.flax.layernorm import LayerNorm
@@ -205,6 +205,7 @@ class MultiHeadAttention(nn.Module):
         """
         one_of(self, "low_rank_adaptation_scope", SCOPES)
         one_of(self, "qk_norm_type", QK_NORMS)
+        check_positive(self, "head_dim", "num_attention_heads")
         is_self = inputs_kv is None or inputs_kv is inputs_q
         inputs_q = jnp.asarray(inputs_q)
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
@@ -252,7 +253,7 @@ class MultiHeadAttention(nn.Module):
 
     def _by_head(self, x) -> jax.Array:
         """x [B, S, heads * head_dim], or transposed, as [B, S, heads, head_dim]."""
-        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
         return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
 
     def _normed_and_turned(self, name: str, x, turn, at) -> jax.Array:

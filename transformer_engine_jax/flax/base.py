@@ -57,7 +57,7 @@ class Fp8Module(nn.Module):
                 )
             where = f"{type(self).__name__} {'/'.join(self.path)}"
             raise ValueError(f"{where}: FP8 state {name!r} is not among the variables. {remedy}")
-        return self.variable(STATE_COLLECTION, name, QuantizerState.create, recipe).value
+        return QuantizerState.of(self.variable(STATE_COLLECTION, name, QuantizerState.create, recipe).value)
 
     def make_param(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):
         """A parameter that carries its logical axes, where there are any."""
@@ -84,6 +84,7 @@ class Fp8Module(nn.Module):
         self, x: jax.Array, k_axes: int, features: Sequence[int], dim: int, alpha: float | None, dtype, prefix: str = ""
     ):
         """x A B * (alpha / dim) -> [.., features..], the LoRA branch beside a kernel (Hu et al., 2021)."""
+        check_positive(self, "low_rank_adaptation_dim")
         inputs = x.shape[x.ndim - k_axes :]
         a_init = flat_kernel_init(default_kernel_init, k_axes)
         axes_a, axes_b = (
@@ -100,3 +101,22 @@ class Fp8Module(nn.Module):
 
 def canonical_tuple(value) -> tuple:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def check_positive(module: Any, *fields: str) -> None:
+    """Raises ValueError where a field of a module is a number below 1."""
+    for field in fields:
+        if (value := getattr(module, field)) is not None and value < 1:
+            raise ValueError(f"{type(module).__name__}.{field}: expected a positive number, got {value}")
+
+
+def check_rate(module: Any, field: str) -> None:
+    """Raises ValueError where a field of a module is no dropout rate."""
+    if not 0.0 <= getattr(module, field) < 1.0:
+        raise ValueError(f"{type(module).__name__}.{field}: expected a rate in [0, 1), got {getattr(module, field)}")
+
+
+def check_dims(module: Any, field: str, rank: int = 3) -> None:
+    """Raises ValueError where a field of a module does not hold axes of an array."""
+    if not all(-rank <= axis < rank for axis in getattr(module, field)):
+        raise ValueError(f"{type(module).__name__}.{field}: expected axes of {rank}, got {getattr(module, field)}")

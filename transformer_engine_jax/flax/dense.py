@@ -34,6 +34,8 @@ def split_sizes(module: str, split: ParametersSplit | None, features: int) -> di
     """Prefix of a parameter's name -> its share of `features`; one share without a prefix where nothing is split."""
     if split is None:
         return {"": features}
+    if isinstance(split, str):
+        raise ValueError(f"{module}.parameters_split: expected a list of names, such as [{split!r}], got a string")
     share = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, features // max(len(split), 1))
     sizes = {f"{name.rstrip('_')}_": size for name, size in share.items()}
     if len(sizes) != len(split) or sum(sizes.values()) != features or min(sizes.values(), default=0) < 1:

@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from transformer_engine_jax.flax.base import Fp8Module
 from transformer_engine_jax.ops.dot_general import dot_general, einsum
@@ -96,12 +97,18 @@ def quantized_dot_general(
     generate_quantizer_set: Callable, x, kernel, dimension_numbers, *args, **options
 ) -> jax.Array:
     """dot_general with the arguments of jax.lax.dot_general."""
-    return _as_asked(dot_general(x, kernel, dimension_numbers, quantizers=generate_quantizer_set()), *args, **options)
+    quantizers = generate_quantizer_set()
+    if quantizers is None:
+        return jax.lax.dot_general(x, kernel, dimension_numbers, *args, **options)
+    return _as_asked(dot_general(x, kernel, dimension_numbers, quantizers=quantizers), *args, **options)
 
 
 def quantized_einsum(generate_quantizer_set: Callable, equation: str, x, kernel, **options) -> jax.Array:
     """einsum with the arguments of jax.numpy.einsum."""
-    return _as_asked(einsum(equation, x, kernel, quantizers=generate_quantizer_set()), **options)
+    quantizers = generate_quantizer_set()
+    if quantizers is None:
+        return jnp.einsum(equation, x, kernel, **options)
+    return _as_asked(einsum(equation, x, kernel, quantizers=quantizers), **options)
 
 
 def _as_asked(y: jax.Array, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer_engine_jax.flax.base import check_positive, check_rate
 from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES, ContextParallel
 from transformer_engine_jax.ops.attention.decode import decode_attention
@@ -148,6 +149,10 @@ class DotProductAttention(nn.Module):
         one_of(self, "qkv_layout", tuple(LAYOUTS))
         one_of(self, "softmax_type", SOFTMAX_TYPES)
         one_of(self, "context_parallel_strategy", STRATEGIES)
+        check_positive(self, "head_dim", "num_attention_heads")
+        check_rate(self, "attention_dropout")
+        if self.window_size is not None and (not isinstance(self.window_size, Sequence) or len(self.window_size) != 2):
+            raise self._error(f"window_size: expected (left, right) or None, got {self.window_size!r}")
         groups = self.num_gqa_groups or self.num_attention_heads
         if self.num_attention_heads % groups:
             raise self._error(f"{self.num_attention_heads} heads do not divide into {groups} groups")

@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import Fp8Module, canonical_tuple, default_kernel_init, flat_kernel_init
+from transformer_engine_jax.flax.base import (
+    Fp8Module,
+    canonical_tuple,
+    check_dims,
+    check_rate,
+    default_kernel_init,
+    flat_kernel_init,
+)
 from transformer_engine_jax.ops.activation import activation, fused_activation
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
@@ -80,6 +87,8 @@ class LayerNormMLP(Fp8Module):
             raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
         if self.intermediate_dim < 1:
             raise ValueError(f"LayerNormMLP.intermediate_dim: expected a positive size, got {self.intermediate_dim}")
+        check_rate(self, "intermediate_dropout_rate")
+        check_dims(self, "intermediate_hidden_dropout_dims", jnp.ndim(x))
         activations = canonical_tuple(self.activations)
         fused_activation(activations, self.activation_params)  # raises where one is unknown, or none given
         x = constrain(jnp.asarray(x), self.layernorm_input_axes)

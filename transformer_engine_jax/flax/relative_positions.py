@@ -23,9 +23,12 @@ class RelativePositionBiases(nn.Module):
 
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> jax.Array:
-        """Lengths -> biases [1, heads, q_seqlen, k_seqlen]."""
+        """Lengths -> biases [1, heads, q_seqlen, k_seqlen]; ValueError where buckets and distances do not fit."""
+        self._check(q_seqlen, k_seqlen, bidirectional)
         init = nn.with_logical_partitioning(self.embedding_init, self.embedding_axes)
         table = self.param("rel_embedding", init, (self.num_attention_heads, self.num_buckets), self.dtype)
+        if not q_seqlen or not k_seqlen:
+            return jnp.zeros((1, len(table), q_seqlen, k_seqlen), table.dtype)
         # By distance first: a table [q_seqlen, k_seqlen] of buckets would be a constant of the program. Products and
         # reshapes, no lookups: their gradients are sums in a fixed order, not atomics that meet in a few buckets.
         bucket = self._bucket(np.arange(1 - q_seqlen, k_seqlen + 1), bidirectional)
@@ -34,7 +37,21 @@ class RelativePositionBiases(nn.Module):
         # Row q starts one entry before row q - 1. So, of the table's copies in a row, rows one shorter than a copy.
         width = q_seqlen + k_seqlen
         rows = jnp.tile(of_distance, (1, q_seqlen))[:, q_seqlen - 1 : q_seqlen * width - 1]
-        return rows.reshape(-1, q_seqlen, width - 1)[None, :, :, :k_seqlen]
+        return rows.reshape(len(table), q_seqlen, width - 1)[None, :, :, :k_seqlen]
+
+    def _check(self, q_seqlen: int, k_seqlen: int, bidirectional: bool) -> None:
+        sides = 2 if bidirectional else 1
+        for name, value, least in (
+            ("q_seqlen", q_seqlen, 0),
+            ("k_seqlen", k_seqlen, 0),
+            ("num_buckets", self.num_buckets, 2 * sides),
+            ("max_distance", self.max_distance, self.num_buckets // sides // 2 + 1),
+        ):
+            if value < least:
+                raise ValueError(
+                    f"RelativePositionBiases: {name}: expected {least} or more with bidirectional={bidirectional}, "
+                    f"got {value}"
+                )
 
     def _bucket(self, distance: np.ndarray, bidirectional: bool) -> np.ndarray:
         """Half of the buckets count small distances exactly, the others grow with their logarithm."""

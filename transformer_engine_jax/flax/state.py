@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     needed = jax.eval_shape(run, rest, [given[i] for i in arrays]).get(STATE_COLLECTION)
     if not needed:
         return rest
-    old = dict(_paths(variables.get(STATE_COLLECTION, {})))
+    old = dict(_paths(flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))))
 
     def fresh(path, state: QuantizerState) -> QuantizerState:
         kept = old.get(jax.tree_util.keystr(path))
@@ -57,8 +58,10 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
 
 
 def _is_state(x: Any) -> bool:
-    return isinstance(x, QuantizerState)
+    return isinstance(QuantizerState.of(x), QuantizerState)
 
 
 def _paths(states: Any) -> list[tuple[str, QuantizerState]]:
-    return [(jax.tree_util.keystr(p), s) for p, s in jax.tree.leaves_with_path(states, is_leaf=_is_state)]
+    return [
+        (jax.tree_util.keystr(p), QuantizerState.of(s)) for p, s in jax.tree.leaves_with_path(states, is_leaf=_is_state)
+    ]

@@ -25,6 +25,7 @@ from transformer_engine_jax.flax.attention import (
     rotations,
     unstacked,
 )
+from transformer_engine_jax.flax.base import check_positive
 from transformer_engine_jax.flax.dot_product_attention import one_of
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
@@ -96,6 +97,7 @@ class MultiHeadAttention(Fp8Module):
         self.freeze_fields()
         one_of(self, "low_rank_adaptation_scope", SCOPES)
         one_of(self, "qk_norm_type", QK_NORMS)
+        check_positive(self, "head_dim", "num_attention_heads")
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         self._make_projections(kernel_init or default_kernel_init, bias_init, rngs)
         self.core_attention = DotProductAttention(
@@ -286,7 +288,7 @@ class MultiHeadAttention(Fp8Module):
 
     def _by_head(self, x) -> jax.Array:
         """x [B, S, heads * head_dim], or transposed, as [B, S, heads, head_dim]."""
-        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
         return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
 
     def _normed_and_turned(self, norm: LayerNorm | None, x, turn, at) -> jax.Array:

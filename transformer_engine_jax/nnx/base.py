@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
+from transformer_engine_jax.flax.base import check_positive
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.low_rank import low_rank
@@ -66,6 +67,7 @@ class Fp8Module(nnx.Module):
     def make_low_rank(self, inputs: Sequence[int], features: Sequence[int], dtype, rngs, prefix: str = "") -> None:
         """`lora_a_kernel` [inputs.., stacked.., dim] and `lora_b_kernel` [stacked.., dim, n], which starts at zero."""
         *stacked, n = features
+        check_positive(self, "low_rank_adaptation_dim")
         dim, k_axes = self.low_rank_adaptation_dim, len(inputs)
         init = flat_kernel_init(default_kernel_init, k_axes)
         axes_a, axes_b = (None,) * (k_axes + len(stacked)) + ("lora",), (None,) * len(stacked) + ("lora", None)
@@ -106,6 +108,8 @@ def array(parameter: nnx.Param | None) -> jax.Array | None:
 
 def make_dropout(rate: float, dims: Sequence[int], name: str, rngs: nnx.Rngs | None) -> nnx.Dropout | None:
     """Dropout with a random stream of its own, the stream `name` of rngs; None where the rate is 0."""
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout: expected a rate in [0, 1), got {rate}")
     if not rate:
         return nnx.data(None)
     if rngs is None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import canonical_tuple
+from transformer_engine_jax.flax.base import canonical_tuple, check_rate
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
 from transformer_engine_jax.ops.activation import activation, fused_activation
@@ -89,6 +89,7 @@ class LayerNormMLP(Fp8Module):
         self.dropout = make_dropout(self.intermediate_dropout_rate, dims, name, rngs)
 
     def _check(self) -> None:
+        check_rate(self, "intermediate_dropout_rate")
         if canonical_tuple(self.axis) != (-1,):
             raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
         for field in ("in_features", "intermediate_dim"):

@@ -126,7 +126,10 @@ def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
 
 
 def check_dense(op: str, x, kernel, bias, k_axes: int) -> None:
-    """ValueError where the shapes of a dense op do not fit."""
+    """ValueError where the shapes or dtypes of a dense op do not fit."""
+    for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
+        if array is not None and not (jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1):
+            raise ValueError(f"{op}: {name}: expected f32, f16 or bf16, got {array.dtype}; convert it first")
     if not 1 <= k_axes < kernel.ndim or x.ndim < k_axes:
         raise ValueError(
             f"{op}: expected x[.., {k_axes} contracted axes] and a kernel with more than {k_axes} axes, "
@@ -165,6 +168,8 @@ def dense(
     Raises:
       ValueError: the shapes do not fit.
     """
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    bias = None if bias is None else jnp.asarray(bias)
     check_dense("dense", x, kernel, bias, k_axes)
     if residual is not None:
         check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), x.dtype)

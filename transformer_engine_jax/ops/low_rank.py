@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +21,8 @@ def low_rank(x, a, b, *, k_axes: int = 1, alpha: float | None = None) -> jax.Arr
     dim = a.shape[-1]
     contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
     down = jax.lax.dot_general(x, a.astype(x.dtype), (contract, ((), ())))
-    down = down.reshape(*x.shape[: x.ndim - k_axes], -1, dim)
-    up = jnp.einsum("...sr,srn->...sn", down, b.astype(x.dtype).reshape(-1, dim, b.shape[-1]))
+    stack = math.prod(b.shape[:-2])
+    down = down.reshape(*x.shape[: x.ndim - k_axes], stack, dim)
+    up = jnp.einsum("...sr,srn->...sn", down, b.astype(x.dtype).reshape(stack, dim, b.shape[-1]))
     features = (*b.shape[:-2], b.shape[-1])
     return (up * (1.0 if alpha is None else alpha / dim)).reshape(*x.shape[: x.ndim - k_axes], *features)

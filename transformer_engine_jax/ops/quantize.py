@@ -42,6 +42,8 @@ def cast(x: jax.Array, dtype) -> jax.Array:
 
     Defined on bits because XLA's own conversion to E5M2 rounds twice (through f16) and overflows to infinity.
     """
+    if np.dtype(dtype) not in (E4M3, E5M2):
+        raise ValueError(f"cast: dtype: expected float8_e4m3fn or float8_e5m2, got {np.dtype(dtype)}")
     mantissa, bias = {E4M3: (3, 7), E5M2: (2, 15)}[np.dtype(dtype)]
     u32 = jnp.uint32
     bits = jax.lax.bitcast_convert_type(x, u32)
@@ -152,6 +154,8 @@ def reduce_amax(amax: jax.Array, spec: QuantizerSpec, like: jax.Array | None = N
     if like is not None:
         axes |= jax.typeof(amax).manual_axis_type.varying - jax.typeof(like).manual_axis_type.varying
     try:
+        for axis in spec.amax_axes:
+            jax.lax.axis_index(axis)  # raises where there is none
         return pmax(amax, tuple(sorted(axes))) if axes else amax
     except NameError as error:
         raise ValueError(

@@ -71,6 +71,8 @@ class Rotation(NamedTuple):
 def rope_frequencies(head_dim: int, windows: tuple[float, float] = (1, 10000)) -> jax.Array:
     """1 / (min * (max / min) ** (2 i / head_dim)) for i < head_dim / 2, as f32[head_dim / 2], each rounded once."""
     low, high = windows
+    if not (low > 0 and high > 0):
+        raise ValueError(f"rope_frequencies: windows: expected two positive numbers, got {tuple(windows)}")
     return jnp.asarray(1.0 / (low * (high / low) ** (np.arange(0, head_dim, 2) / head_dim)), jnp.float32)
 
 

@@ -110,7 +110,8 @@ def _scores(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, 
 def _weighted(weights, value) -> jax.Array:
     """f32[B, Q, H, Dv] of weights f32[B, H, Q, K] and value[B, K, G, Dv]."""
     batch, heads, q_len, k_len = weights.shape
-    weights = weights.astype(value.dtype).reshape(batch, value.shape[2], -1, q_len, k_len)
+    groups = value.shape[2]
+    weights = weights.astype(value.dtype).reshape(batch, groups, heads // groups, q_len, k_len)
     out = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value, preferred_element_type=jnp.float32)
     return out.reshape(batch, q_len, heads, value.shape[-1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -136,7 +137,7 @@ def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options
 
 def starts_and_lengths(seqlens: jax.Array, offsets: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """i32[B, N] each: first token and number of tokens, 0 where there is no sequence."""
-    lengths = jnp.maximum(seqlens.reshape(seqlens.shape[0], -1), 0)
+    lengths = jnp.maximum(seqlens.reshape(seqlens.shape[0], math.prod(seqlens.shape[1:])), 0)
     if offsets is None:
         return jnp.cumsum(lengths, axis=1) - lengths, lengths
     return offsets[:, :-1], jnp.where(offsets[:, :-1] < 0, 0, lengths)
