@@ -151,7 +151,7 @@ class DotProductAttention(nn.Module):
         one_of(self, "context_parallel_strategy", STRATEGIES)
         check_positive(self, "head_dim", "num_attention_heads")
         check_rate(self, "attention_dropout")
-        if self.window_size is not None and (not isinstance(self.window_size, Sequence) or len(self.window_size) != 2):
+        if self.window_size is not None and not isinstance(self.window_size, Sequence):
             raise self._error(f"window_size: expected (left, right) or None, got {self.window_size!r}")
         groups = self.num_gqa_groups or self.num_attention_heads
         if self.num_attention_heads % groups:
