@@ -16,7 +16,7 @@ RESUMABLE = {"steps", "mesh", "checkpoint_every", "out", "resume"}  # what may d
 
 # Sized so that both runs of a comparison take a few minutes on two CPU cores, or on one H200.
 DEFAULTS = {
-    "cpu": dict(layers=2, hidden=192, heads=6, seq=128, batch=16, steps=800, lr=1.5e-3, eval_batches=48),
+    "cpu": dict(layers=2, hidden=192, heads=6, seq=128, batch=16, steps=700, lr=1.5e-3, eval_batches=48),
     "gpu": dict(layers=8, hidden=1024, heads=16, seq=1024, batch=32, steps=600, lr=6e-4, eval_batches=16),
 }
 
