@@ -16,6 +16,23 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import interleaved, without_failures
 
 
+def gradients(layer: nn.Module):
+    """A function (params, state, x, dy) -> (y, gradients of params, next state, gradient of x) of a layer."""
+
+    def step(params, state, x, dy):
+        y, vjp = jax.vjp(lambda p, s, x: layer.apply({"params": p, **s}, x), params, state, x)
+        dparams, state, dx = vjp(dy)
+        return y, dparams, state, dx
+
+    return step
+
+
+def temp_gib(compiled) -> float:
+    """Temporary memory of a compiled step, NaN where the backend does not say."""
+    memory = compiled.memory_analysis()
+    return memory.temp_size_in_bytes / 2**30 if memory else float("nan")
+
+
 class Step:
     """A compiled step: all gradients of a layer under a fixed random cotangent; keeps FP8 state from call to call."""
 
@@ -26,20 +43,13 @@ class Step:
         with context():
             variables = nn.unbox(jax.jit(layer.init)(jax.random.key(2), x))
             self.state, self.params = flax.core.pop(variables, "params")
-
-            def step(params, state, x, dy):
-                y, vjp = jax.vjp(lambda p, s, x: layer.apply({"params": p, **s}, x), params, state, x)
-                dparams, state, dx = vjp(dy)
-                return y, dparams, state, dx
-
             began = time.perf_counter()
-            lowered = jax.jit(step).lower(self.params, self.state, x, self.dy)
+            lowered = jax.jit(gradients(layer)).lower(self.params, self.state, x, self.dy)
             self.trace_s = time.perf_counter() - began
             began = time.perf_counter()
             self.compiled = lowered.compile()
             self.compile_s = time.perf_counter() - began
-        memory = self.compiled.memory_analysis()
-        self.temp_gib = memory.temp_size_in_bytes / 2**30 if memory else float("nan")
+        self.temp_gib = temp_gib(self.compiled)
 
     def __call__(self):
         out = self.compiled(self.params, self.state, self.x, self.dy)

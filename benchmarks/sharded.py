@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
+from benchmarks.layer import gradients, temp_gib
 from benchmarks.peers import our_layer
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import interleaved
@@ -75,20 +76,14 @@ class Step:
             values = np.random.default_rng(seed).standard_normal(size, np.float32)
             return jax.device_put(values.astype(jnp.bfloat16), place)
 
-        def step(params, state, x, dy):
-            y, vjp = jax.vjp(lambda p, s, x: layer.apply({"params": p, **s}, x), params, state, x)
-            dparams, state, dx = vjp(dy)
-            return y, dparams, state, dx
-
         self.x, self.dy = normal(0), normal(1)
         with context():
             boxed = jax.eval_shape(layer.init, jax.random.key(2), self.x)
             sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, nn.get_logical_axis_rules())
             init = jax.jit(lambda key, x: nn.unbox(layer.init(key, x)), out_shardings=sharding)
             self.state, self.params = flax.core.pop(init(jax.random.key(2), self.x), "params")
-            self.compiled = jax.jit(step).lower(self.params, self.state, self.x, self.dy).compile()
-        memory = self.compiled.memory_analysis()
-        self.temp_gib = memory.temp_size_in_bytes / 2**30 if memory else float("nan")
+            self.compiled = jax.jit(gradients(layer)).lower(self.params, self.state, self.x, self.dy).compile()
+        self.temp_gib = temp_gib(self.compiled)
 
     def __call__(self):
         out = self.compiled(self.params, self.state, self.x, self.dy)
