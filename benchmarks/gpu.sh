@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Builds for the GPU that is here, with the packages that are here, and runs checks and tests on it.
 #
-#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] ...    logs go to the folder OUT; default: the first three
+#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [attention] [sharded]
+#
+# Logs go to the folder OUT; the parts default to the first three.
 set -u -o pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] ...mm] [attention]}
+out=${1:?usage: benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] ...}
 shift
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false

@@ -1,8 +1,10 @@
 """Each benchmark runs at a tiny size, its rows hold what it is for, and README says what the committed results say."""
 
+import functools
 import json
 import math
 
+import jax
 import pytest
 
 from benchmarks import __main__ as command
@@ -125,7 +127,8 @@ def test_train_compares_losses_on_the_same_bytes(tmp_path):
     assert bf16["tokens_per_s"] > 0 and bf16["seq"] == 32
 
 
-def test_sharded_is_the_layer(tmp_path):
+def test_sharded_is_the_layer(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "devices", functools.partial(jax.devices, "cpu"))  # several, also where one GPU is
     rows = rows_of(
         tmp_path, "sharded", "--config", "tiny-llama", "--devices", "2", "--against", "te-bf16,te-delayed", *QUICK
     )
@@ -133,7 +136,7 @@ def test_sharded_is_the_layer(tmp_path):
     for row in rows:
         assert row["speedup"] > 0 and ("output_off" in row) == (row["devices"] == 2)
         # bf16: products are rounded before they are summed over devices; FP8: the next cast then flips, here and there.
-        bound = 1e-2 if row["contender"] == "te-bf16" else 0.1
+        bound = 2e-2 if row["contender"] == "te-bf16" else 0.1
         assert row["devices"] == 1 or max(row["output_off"], row["gradients_off"]) < bound, row
     with pytest.raises(SystemExit, match="expected 2 devices or more, got 1"):
         command.main(["sharded", "--config", "tiny", "--devices", "1"])
