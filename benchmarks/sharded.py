@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from transformer_engine_jax import recipe
 
 CONTENDERS = {"te-bf16": None, "te-delayed": recipe.DelayedScaling(), "te-current": recipe.Float8CurrentScaling()}
 AXIS = "devices"
+CONTEXT = dict(context_parallel_axis=AXIS, context_parallel_causal_load_balanced=True)
 
 
 class Layout(NamedTuple):
@@ -44,12 +46,12 @@ LAYOUTS = {
     "context, gathered": Layout(
         te.MeshResource(cp_resource=AXIS),
         PartitionSpec(None, AXIS),
-        dict(context_parallel_axis=AXIS, context_parallel_strategy="ALL_GATHER"),
+        dict(CONTEXT, context_parallel_strategy="ALL_GATHER"),
     ),
     "context, ring": Layout(
         te.MeshResource(cp_resource=AXIS),
         PartitionSpec(None, AXIS),
-        dict(context_parallel_axis=AXIS, context_parallel_strategy="RING"),
+        dict(CONTEXT, context_parallel_strategy="RING"),
     ),
 }
 
@@ -74,7 +76,13 @@ class Step:
         def normal(seed: int) -> jax.Array:  # drawn on the host: the same numbers whatever the layout
             size = (shape.batch, shape.seq, shape.hidden)
             values = np.random.default_rng(seed).standard_normal(size, np.float32)
-            return jax.device_put(values.astype(jnp.bfloat16), place)
+            return jax.device_put(self.ordered(values.astype(jnp.bfloat16)), place)
+
+        balanced = "context_parallel_axis" in layout.fields
+        self.ordered, self.restored = (
+            partial(f, cp_size=len(devices)) if balanced else lambda x: x
+            for f in (te.reorder_causal_load_balancing, te.inverse_reorder_causal_load_balancing)
+        )
 
         self.x, self.dy = normal(0), normal(1)
         with context():
@@ -93,7 +101,7 @@ class Step:
     def results(self) -> dict[str, Any]:
         """The output and the gradients of a first step."""
         y, dparams, _, dx = self.compiled(self.params, self.state, self.x, self.dy)
-        return {"output": y, "gradients": (dparams, dx)}
+        return {"output": self.restored(y), "gradients": (dparams, self.restored(dx))}
 
 
 def off(got: Any, expected: Any) -> float:

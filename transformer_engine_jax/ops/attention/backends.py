@@ -25,19 +25,24 @@ def attention_backend(
     mask=None,
     bias=None,
     dropout_key=None,
+    context_parallel=None,
 ) -> tuple[str, str]:
     """("cudnn" or "reference", why): a function of platform, shapes, dtypes and options alone.
 
     Arguments are dot_product_attention's; only the shapes and dtypes of arrays are looked at.
     """
-    for cannot, why in _limits_of_cudnn(options, query, key, value, sequence_descriptor, mask, bias, dropout_key):
+    arrays = query, key, value, sequence_descriptor, mask, bias, dropout_key
+    for cannot, why in _limits_of_cudnn(options, *arrays, context_parallel):
         if cannot:
             return "reference", why
     return "cudnn", "cuDNN's flash attention has all that is asked for"
 
 
 def platform() -> str:
-    """Where JAX computes here, at trace time: "cpu", "gpu", ..."""
+    """Where JAX computes here, at trace time, by the mesh in force or the default device: "cpu", "gpu", ..."""
+    meshed = jax.sharding.get_abstract_mesh().abstract_device
+    if meshed is not None and meshed.platform is not None:
+        return meshed.platform
     device = jax.config.jax_default_device
     if device is None:
         return jax.default_backend()
@@ -55,7 +60,7 @@ def warn_of_fallback(why: str) -> None:
         _warn(why)
 
 
-def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bias, dropout_key):
+def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):
     """(whether it is past the limit, the limit), most general first."""
     batch, q_len, heads, dim = query.shape
     k_len, size = key.shape[1], max(dim, value.shape[-1])
@@ -68,7 +73,14 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     yield options.softmax_type != "vanilla", f"JAX's cuDNN call has no {options.softmax_type} softmax"
     yield options.score_mod is not None, "JAX's cuDNN call has no score_mod"
     yield dropout_key is not None, "JAX's cuDNN call has no dropout key"
-    yield bool(jax.typeof(query).sharding.mesh.explicit_axes), "JAX's cuDNN call knows no explicit mesh axes"
+    manual = {context_parallel.axis} if context_parallel else set()
+    explicit = set(jax.typeof(query).sharding.mesh.explicit_axes) - manual
+    yield bool(explicit), f"JAX's cuDNN call knows no explicit mesh axes: {sorted(explicit)}"
+    if context_parallel:
+        parts_only = form == "plain" and options.reach[0] < 0 and bias is None
+        yield not parts_only, f"over {context_parallel.axis!r} cuDNN has no masks, biases, windows or descriptors"
+        yield options.causal and q_len != k_len, f"over {context_parallel.axis!r} cuDNN needs as many keys as queries"
+        return
     masked = form == "mask"
     if masked or bias is not None:
         yield bool(q_len % 2 or k_len % 2), f"cuDNN's masks and biases need even lengths, not {q_len} and {k_len}"

@@ -9,6 +9,7 @@ i and 2 n - 1 - i of 2 n; `reorder_causal_load_balancing` brings a sequence into
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from transformer_engine_jax.ops.attention.cudnn_parts import Parts, attention_of_parts
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference, running_attention
 from transformer_engine_jax.ops.attention.sequences import Places
@@ -90,12 +92,7 @@ def context_parallel_attention(
       ValueError: the lengths do not divide over the axis, or dropout with RING, whose parts would draw alike.
     """
     size, ring = parallel.size(), parallel.strategy == "RING"
-    for name, x in (("query", query), ("key", key)):
-        if x.shape[1] % size:
-            raise ValueError(
-                f"context_parallel_axis: {name}: expected a length of a multiple of {size}, the size of "
-                f"{parallel.axis!r}, got {x.shape[1]}"
-            )
+    _check_lengths(parallel, query, key)
     if ring and others["dropout_key"] is not None and options.dropout > 0:
         raise ValueError("context_parallel_strategy: 'RING' has no dropout; take 'ALL_GATHER'")
     sharded, whole = P(None, parallel.axis), P()
@@ -105,9 +102,34 @@ def context_parallel_attention(
     operands = (query, key, value, queries, keys, others)
     specs = (sharded, of_keys, of_keys, like(queries, sharded), like(keys, whole))
     specs += ({name: like(x, of_rows(x) if name in ("mask", "bias") else whole) for name, x in others.items()},)
-    operands = jax.tree.map(partial(_placed, parallel.axis), operands, specs)
     local = partial(_ring if ring else _of_all_keys, parallel.axis, size, options)
-    over = dict(in_specs=specs, out_specs=sharded, axis_names={parallel.axis}, check_vma=False)
+    return _on_axis(parallel.axis, local, operands, specs, sharded)
+
+
+def context_parallel_cudnn(parallel: ContextParallel, options: Attention, query, key, value) -> jax.Array:
+    """As `context_parallel_attention`, by cuDNN: whole sequences, causal or not; ValueError likewise."""
+    _check_lengths(parallel, query, key)
+    ring, size = parallel.strategy == "RING", parallel.size()
+    balanced = parallel.load_balanced
+    local = partial(attention_of_parts, Parts(parallel.axis, size, ring, balanced, options.causal, options.scale))
+    sharded = P(None, parallel.axis)
+    return _on_axis(parallel.axis, local, (query, key, value), (sharded,) * 3, sharded)
+
+
+def _check_lengths(parallel: ContextParallel, query, key) -> None:
+    size = parallel.size()
+    for name, x in (("query", query), ("key", key)):
+        if x.shape[1] % size:
+            raise ValueError(
+                f"context_parallel_axis: {name}: expected a length of a multiple of {size}, the size of "
+                f"{parallel.axis!r}, got {x.shape[1]}"
+            )
+
+
+def _on_axis(axis: str, local: Callable, operands, in_specs, out_specs):
+    """local(*operands) on each device along the mesh axis, with its part of them."""
+    operands = jax.tree.map(partial(_placed, axis), operands, in_specs)
+    over = dict(in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False)
     return jax.shard_map(local, **over)(*operands)
 
 

@@ -18,7 +18,7 @@ def cudnn_attention(
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
     v_size = value.shape[-1]
     size = -(-max(query.shape[-1], v_size) // 8) * 8
-    query, key, value = (_widened(x, size) for x in (query, key, value))  # zeros change neither logits nor sums
+    query, key, value = (widened(x, size) for x in (query, key, value))  # zeros change neither logits nor sums
     if bias is not None:
         bias = _placed(None, query, _bias(options, bias, query, key))
     if form == "plain":
@@ -109,7 +109,8 @@ def _attending(q_lens, k_lens, left: int):
     return jnp.where(some, q_lens, 0), jnp.where(some, k_lens, 0)
 
 
-def _widened(x, size: int):
+def widened(x, size: int) -> jax.Array:
+    """x with zeros up to a head size of `size`."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
 
 

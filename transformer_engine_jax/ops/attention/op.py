@@ -11,6 +11,7 @@ from transformer_engine_jax.ops.attention.context_parallel import (
     ContextParallel,
     balanced_places,
     context_parallel_attention,
+    context_parallel_cudnn,
 )
 from transformer_engine_jax.ops.attention.cudnn import cudnn_attention
 from transformer_engine_jax.ops.attention.options import Attention
@@ -72,18 +73,19 @@ def dot_product_attention(
     key, value = (_without_padding(x, keys.segment) for x in (key, value))
     dropout_key = dropout_key if options.dropout > 0 else None
     others = dict(mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key)
-    if context_parallel is not None:
-        why = f"cuDNN's call has no context parallelism, here over {context_parallel.axis!r}"
-        with decided("attention", "reference", why):
+    backend, why = attention_backend(
+        options, query, key, value,
+        sequence_descriptor=sequence_descriptor, mask=mask, bias=bias, dropout_key=dropout_key,
+        context_parallel=context_parallel,
+    )  # fmt: skip
+    with decided("attention", backend, why):
+        if context_parallel is not None:
+            if backend == "cudnn":
+                return context_parallel_cudnn(context_parallel, options, query, key, value)
             warn_of_fallback(why)
             return context_parallel_attention(
                 context_parallel, options, query, key, value, queries=queries, keys=keys, **others
             )
-    backend, why = attention_backend(
-        options, query, key, value,
-        sequence_descriptor=sequence_descriptor, mask=mask, bias=bias, dropout_key=dropout_key,
-    )  # fmt: skip
-    with decided("attention", backend, why):
         if backend == "cudnn":
             return cudnn_attention(
                 options, query, key, value,

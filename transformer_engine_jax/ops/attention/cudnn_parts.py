@@ -1,0 +1,198 @@
+"""Context parallelism by cuDNN: the queries of each device meet the keys of one device after another.
+
+Attention over some of the keys comes with the logarithm of its softmax's sum, by which parts are merged. Backward, each
+part is given the output and the logarithm of all keys, which makes its gradients parts of the whole's: ring attention
+(Liu et al., 2023) on flash attention (Dao, 2023). What causality hides from a device is not computed; in the balanced
+order every device then has as much to do as the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.ops.attention.cudnn import widened
+
+ALL, FIRST, SECOND = (0, 2), (0, 1), (1, 2)  # from and to which half of a device's tokens
+
+
+class Parts(NamedTuple):
+    """What the op needs to know at trace time; inside a shard_map that makes `axis` manual."""
+
+    axis: str
+    size: int
+    ring: bool  # keys go round from device to device; else all are gathered
+    balanced: bool
+    causal: bool
+    scale: float
+
+
+def attention_of_parts(parts: Parts, query, key, value) -> jax.Array:
+    """[B, Q, H, Dv] of this device's query [B, Q, H, D], key [B, K, G, D] and value [B, K, G, Dv], bf16 or f16."""
+    v_size = value.shape[-1]
+    size = -(-max(query.shape[-1], v_size) // 8) * 8
+    return _attention(parts, *(widened(x, size) for x in (query, key, value)))[..., :v_size]
+
+
+def _forward(parts: Parts, query, key, value):
+    out = jnp.zeros(query.shape, jnp.float32)
+    total = jnp.full((query.shape[0], query.shape[2], query.shape[1]), -jnp.inf, jnp.float32)
+
+    def over(rows, columns, causal=False):
+        def merged(out, total, key, value):
+            at, keys = _span(rows, query), _span(columns, key)
+            part, logs = cudnn_forward(parts.scale, causal, query[:, at], key[:, keys], value[:, keys])
+            old = total[:, :, at]
+            new = jnp.logaddexp(old, logs)
+            weight = lambda logs: jnp.moveaxis(jnp.exp(logs - new), 1, 2)[..., None]
+            sums = out[:, at] * weight(old) + part.astype(jnp.float32) * weight(logs)
+            return _replaced(out, at, sums, axis=1), _replaced(total, at, new, axis=2)
+
+        return merged
+
+    nothing = lambda out, total, key, value: (out, total)
+    for step, (key_here, value_here) in enumerate(_rounds(parts, key, value)):
+        out, total = _of_step(parts, step, over, nothing)(out, total, key_here, value_here)
+    out = out.astype(query.dtype)
+    return out, (query, key, value, out, total)
+
+
+def _backward(parts: Parts, residuals, dout):
+    query, key, value, out, total = residuals
+    dout = dout.astype(out.dtype)
+    dquery = jnp.zeros(query.shape, jnp.float32)
+
+    def over(rows, columns, causal=False):
+        def added(dquery, dkey, dvalue, key, value):
+            at, keys = _span(rows, query), _span(columns, key)
+            grads = cudnn_backward(
+                parts.scale, causal, query[:, at], key[:, keys], value[:, keys],
+                total[:, :, at], out[:, at], dout[:, at],
+            )  # fmt: skip
+            places = ((dquery, at), (dkey, keys), (dvalue, keys))
+            return tuple(_replaced(x, i, x[:, i] + g.astype(jnp.float32), axis=1) for (x, i), g in zip(places, grads))
+
+        return added
+
+    nothing = lambda dquery, dkey, dvalue, key, value: (dquery, dkey, dvalue)
+    dkeys = _Gathered(parts, key, value)
+    for step, (key_here, value_here) in enumerate(_rounds(parts, key, value)):
+        of_step = _of_step(parts, step, over, nothing)
+        dquery = dkeys.add(step, lambda dk, dv: of_step(dquery, dk, dv, key_here, value_here))
+    dkey, dvalue = dkeys.home()
+    return dquery.astype(query.dtype), dkey.astype(key.dtype), dvalue.astype(value.dtype)
+
+
+_attention = differentiable(_forward, _backward)
+
+
+# --- Who meets whom --------------------------------------------------------------------------------------------------
+
+
+def _span(halves: tuple[int, int], x) -> slice:
+    return slice(*(half * x.shape[1] // 2 for half in halves))
+
+
+def _replaced(x, at: slice, part, axis: int):
+    """x with part at a slice of an axis. (A scatter here crashes jax 0.11's compiler for CPUs.)"""
+    before, after = jnp.split(x, [at.start], axis)[0], jnp.split(x, [at.stop], axis)[1]
+    return jnp.concatenate([before, part, after], axis)
+
+
+def _of_step(parts: Parts, step: int, over: Callable, nothing: Callable) -> Callable:
+    """What a device computes of the keys that are `step` devices before it, going round."""
+    if not parts.causal:
+        return over(ALL, ALL)
+    if step == 0:
+        return over(ALL, ALL, causal=True)
+    earlier = jax.lax.axis_index(parts.axis) >= step  # else these keys are those of a device further on
+    if parts.balanced:
+        cases = over(ALL, FIRST), over(SECOND, ALL)
+    else:
+        cases = over(ALL, ALL), nothing
+    return lambda *args: jax.lax.cond(earlier, *cases, *args)
+
+
+def _following(parts: Parts) -> list[tuple[int, int]]:
+    return [(i, (i + 1) % parts.size) for i in range(parts.size)]
+
+
+def _rounds(parts: Parts, *arrays):
+    """The arrays of this device, then of the one before it, and so on."""
+    if parts.ring:
+        for step in range(parts.size):
+            yield arrays
+            if step + 1 < parts.size:
+                arrays = [jax.lax.ppermute(x, parts.axis, _following(parts)) for x in arrays]
+        return
+    yield arrays
+    gathered = [jax.lax.all_gather(x, parts.axis) for x in arrays]
+    for step in range(1, parts.size):
+        yield [x[_owner(parts, step)] for x in gathered]
+
+
+def _owner(parts: Parts, step: int):
+    return (jax.lax.axis_index(parts.axis) - step) % parts.size
+
+
+class _Gathered:
+    """Sums in f32 of the gradients of keys and values, which belong to another device at every step."""
+
+    def __init__(self, parts: Parts, *like):
+        lead = () if parts.ring else (parts.size,)
+        self.parts, self.sums = parts, [jnp.zeros((*lead, *x.shape), jnp.float32) for x in like]
+
+    def add(self, step: int, of_step: Callable):
+        """of_step(sums of the owner) -> (something, *new sums); returns the something."""
+        if self.parts.ring:
+            out, *self.sums = of_step(*self.sums)
+            self.sums = [jax.lax.ppermute(x, self.parts.axis, _following(self.parts)) for x in self.sums]
+        else:
+            owner = _owner(self.parts, step)
+            out, *new = of_step(*(x[owner] for x in self.sums))
+            self.sums = [jax.lax.dynamic_update_index_in_dim(x, n, owner, 0) for x, n in zip(self.sums, new)]
+        return out
+
+    def home(self) -> list[jax.Array]:
+        if self.parts.ring:  # they went all the way round
+            return self.sums
+        return [jax.lax.psum_scatter(x, self.parts.axis) for x in self.sums]
+
+
+# --- cuDNN -----------------------------------------------------------------------------------------------------------
+
+
+def cudnn_forward(scale: float, causal: bool, query, key, value) -> tuple[jax.Array, jax.Array]:
+    """(output [B, Q, H, D], logarithms of the softmax's sums f32[B, H, Q])."""
+    cudnn, operands, static = _call(scale, causal, query, key, value)
+    return tuple(cudnn._dot_product_attention_fwd_p_wrapper.bind(*operands, **static, is_training=True))
+
+
+def cudnn_backward(scale: float, causal: bool, query, key, value, logs, out, dout) -> tuple[jax.Array, ...]:
+    """(dquery, dkey, dvalue) where out and logs are those of these keys or of more."""
+    cudnn, operands, static = _call(scale, causal, query, key, value)
+    return tuple(cudnn._dot_product_attention_bwd_p_wrapper.bind(*operands, logs, out, dout, **static))
+
+
+def _call(scale: float, causal: bool, query, key, value):
+    # JAX's public call returns the logarithms, but takes none of other keys in its backward pass.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    absent = jnp.zeros((0,), query.dtype)
+    static = dict(
+        scale=scale,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+    )
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd).parameters:
+        static["score_mod"] = None
+    return cudnn, (query, key, value, *[absent] * 7), static
