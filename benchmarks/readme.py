@@ -92,7 +92,9 @@ def section(document: dict) -> str:
     said = ["cublas", "cudnn-cu13", "jax", "flax"]
     libraries = ", ".join(f"{name} {v}" for name in said if (v := versions.get(name) or versions.get(f"nvidia-{name}")))
     commit = f", at commit {document['commit']}" if document.get("commit") else ""
-    head = f"**{title}**: one {document['device']}, {libraries}; `{document['command']}`{commit}."
+    count = max(row.get("devices", 1) for row in document["rows"])
+    devices = "one" if count == 1 else str(count)
+    head = f"**{title}**: {devices} {document['device']}, {libraries}; `{document['command']}`{commit}."
     if skipped:
         head += f" Not run here: {', '.join(skipped)}."
     body = table(columns, done)
