@@ -18,7 +18,7 @@ inline Check& check_result(Check& check, const In& scale, const char* y_name, Ou
     check.fp8(y_name, *y);
   } else {
     check.high_precision(y_name, *y);
-    check.that(absent(*y_t), y_t_name, "no transposed copy without a scale", describe(*y_t));
+    check.that(absent(*y_t), y_t_name, "no transposed copy without a scale", *y_t);
   }
   check.size(y_name, *y, rows, cols);
   if (present(y_t)) check.dtype(y_t_name, *y_t, y->element_type()).size(y_t_name, *y_t, cols, rows);

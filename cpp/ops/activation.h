@@ -196,18 +196,19 @@ inline Check check_activation_input(const char* op, const In& z, const Activatio
   check.that(activation.has_value(), "activation",
              "gelu, silu, relu, quick_gelu, squared_relu, sigmoid, one of these with _linear, or "
              "clamped_silu_clamped_linear",
-             std::string(name));
+             name);
   if (activation.has_value() && activation->curve == Curve::kClampedSilu) {
     const auto positive = [](float x) { return x > 0.f && std::isfinite(x); };
-    check.that(positive(attributes.limit), "limit", "a positive number", std::to_string(attributes.limit));
-    check.that(positive(attributes.alpha), "alpha", "a positive number", std::to_string(attributes.alpha));
+    check.that(positive(attributes.limit), "limit", "a positive number", attributes.limit);
+    check.that(positive(attributes.alpha), "alpha", "a positive number", attributes.alpha);
   }
   check.high_precision("z", z).axes("z", z, 2);
   if (check.failed()) return check;
   const int64_t inputs = z.dimensions()[z.dimensions().size() - 2];
-  return check.that(inputs == activation->inputs(), "z",
-                    std::to_string(activation->inputs()) + " in the axis before the last for " + std::string(name),
-                    describe(z));
+  return check.that(
+      inputs == activation->inputs(), "z",
+      [&] { return std::to_string(activation->inputs()) + " in the axis before the last for " + std::string(name); },
+      z);
 }
 
 inline Check check_activation_fwd(const In& z, const In& scale, Out& y, Out& y_t, Out& amax,

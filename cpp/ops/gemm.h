@@ -39,19 +39,20 @@ inline Check check_gemm(const GemmOperands& in, Out& d, Out& amax, int64_t k_axe
   check.axes("a", in.a, k_axes).axes("b", in.b, k_axes);
   if (check.failed()) return check;
   const DType a = in.a.element_type(), b = in.b.element_type(), out = d->element_type();
-  check.that(is_fp8(a) || is_float(a), "a", "an FP8 dtype, f32, f16 or bf16", describe(in.a));
-  check.that(is_fp8(a) ? is_fp8(b) : a == b, "b", is_fp8(a) ? "an FP8 dtype, as a" : name_of(a), describe(in.b));
+  check.that(is_fp8(a) || is_float(a), "a", "an FP8 dtype, f32, f16 or bf16", in.a);
+  check.that(is_fp8(a) ? is_fp8(b) : a == b, "b", is_fp8(a) ? "an FP8 dtype, as a" : name_of(a), in.b);
   const auto a_dims = in.a.dimensions(), b_dims = in.b.dimensions();
-  check.that(std::equal(a_dims.end() - k_axes, a_dims.end(), b_dims.end() - k_axes), "b",
-             "the last " + std::to_string(k_axes) + " axes of a " + describe(in.a), describe(in.b));
+  check.that(
+      std::equal(a_dims.end() - k_axes, a_dims.end(), b_dims.end() - k_axes), "b",
+      [&] { return "the last " + std::to_string(k_axes) + " axes of a " + describe(in.a); }, in.b);
   check.that(is_fp8(a) || absent(in.a_scale_inv), "a_scale_inv", "absent for an operand that is not FP8",
-             describe(in.a_scale_inv));
+             in.a_scale_inv);
   check.that(is_fp8(b) || absent(in.b_scale_inv), "b_scale_inv", "absent for an operand that is not FP8",
-             describe(in.b_scale_inv));
+             in.b_scale_inv);
   check.scalar("a_scale_inv", in.a_scale_inv, /*optional=*/true).scalar("b_scale_inv", in.b_scale_inv, true);
   check.scalar("d_scale", in.d_scale, true).scalar("amax", *amax, true);
   check.that(present(in.d_scale) ? is_fp8(out) : is_float(out), "d",
-             present(in.d_scale) ? "FP8 with a d_scale" : "f32, f16 or bf16 without a d_scale", describe(*d));
+             present(in.d_scale) ? "FP8 with a d_scale" : "f32, f16 or bf16 without a d_scale", *d);
   if (check.failed()) return check;
   const GemmShape s = gemm_shape(in, k_axes);
   check.size("d", *d, s.m, s.n);

@@ -37,7 +37,7 @@ inline Check check_quantize_stack(const In& x0, const In& x1, const In& x2, cons
   check.high_precision("x0", x0).axes("x0", x0, 1).scalar("scale", scale, /*optional=*/true).scalar("amax", *amax);
   if (check.failed()) return check;
   const Matrix m = matrix(x0, 1);
-  check.that(m.cols % 8 == 0, "x0", "a last axis of a multiple of 8", describe(x0));
+  check.that(m.cols % 8 == 0, "x0", "a last axis of a multiple of 8", x0);
   check.dtype("x1", x1, m.dtype).size("x1", x1, m.rows, m.cols);
   if (!absent(x2)) check.dtype("x2", x2, m.dtype).size("x2", x2, m.rows, m.cols);
   const int64_t cols = parts_of(x2) * m.cols;

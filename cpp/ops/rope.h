@@ -26,14 +26,15 @@ struct RopeShape {
 // The shape means something only where the check did not fail.
 inline RopeShape check_rope_rotate(Check& check, const In& x, const In& frequencies, const In& positions, Out& y,
                                    std::string_view group) {
-  check.that(group == "consecutive" || group == "alternate", "group", "consecutive or alternate", std::string(group));
+  check.that(group == "consecutive" || group == "alternate", "group", "consecutive or alternate", group);
   check.high_precision("x", x).axes("x", x, 2).dtype("frequencies", frequencies, DType::F32);
   check.dtype("positions", positions, DType::S32).dtype("y", *y, x.element_type());
   if (check.failed()) return {};
   const Matrix m = matrix(x, 2);
   const int64_t features = matrix(x, 1).cols, pairs = static_cast<int64_t>(frequencies.element_count());
-  check.that(2 * pairs <= features, "frequencies", "at most " + std::to_string(features / 2) + " elements",
-             describe(frequencies));
+  check.that(
+      2 * pairs <= features, "frequencies", [&] { return "at most " + std::to_string(features / 2) + " elements"; },
+      frequencies);
   check.size("positions", positions, m.rows, 1).size("y", *y, m.rows, m.cols);
   return {m.rows, features ? m.cols / features : 0, features, pairs};
 }

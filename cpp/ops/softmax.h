@@ -44,7 +44,7 @@ inline SoftmaxShape check_softmax_fwd(Check& check, const In& x, const In& mask,
   const SoftmaxShape s = check_softmax(check, "x", x, y, "rest", rest);
   if (check.failed()) return s;
   if (present(mask)) {
-    check.that(mask.element_type() == DType::PRED, "mask", "bool", describe(mask));
+    check.that(mask.element_type() == DType::PRED, "mask", "bool", mask);
     check.size("mask", mask, s.examples * s.queries, s.keys);
   }
   if (present(offset)) check.dtype("offset", offset, DType::F32).size("offset", offset, s.examples, s.heads);

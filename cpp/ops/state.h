@@ -118,8 +118,9 @@ inline Check check_states(const char* op, const In& scale, const In& history, Ou
   check.dtype("scale", scale, DType::F32).dtype("history", history, DType::F32).axes("history", history, 1);
   if (check.failed()) return check;
   const Matrix h = matrix(history, 1);
-  check.that(h.cols > 0, "history", "at least one slot", describe(history));
-  check.that(h.rows == states_of(scale), "history", "one row for each scale " + describe(scale), describe(history));
+  check.that(h.cols > 0, "history", "at least one slot", history);
+  check.that(
+      h.rows == states_of(scale), "history", [&] { return "one row for each scale " + describe(scale); }, history);
   check.dtype("scale_out", *scale_out, DType::F32).size("scale_out", *scale_out, h.rows, 1);
   return check.dtype("history_out", *history_out, DType::F32).size("history_out", *history_out, h.rows, h.cols);
 }
@@ -127,8 +128,7 @@ inline Check check_states(const char* op, const In& scale, const In& history, Ou
 // All states of a call have one shape; the first one's is that of `states`.
 inline void check_like_first(Check& check, States& states, const In& history, const Matrix& h) {
   if (states.count == 0) states.rows = h.rows, states.length = h.cols;
-  check.that(h.rows == states.rows && h.cols == states.length, "history", "the shape of the first state's",
-             describe(history));
+  check.that(h.rows == states.rows && h.cols == states.length, "history", "the shape of the first state's", history);
 }
 
 // Adds a state to `states`, unless it is absent; the first may not be.
@@ -140,7 +140,7 @@ inline Check add_update(States& states, float fp8_max, const In& reports, const 
   check.dtype("uses", *uses, DType::F32).size("uses", *uses, states_of(scale), 1);
   if (check.failed()) return check;
   const Matrix r = matrix(reports, 1), h = matrix(history, 1);
-  check.that(r.rows == h.rows, "reports", "one row for each state", describe(reports));
+  check.that(r.rows == h.rows, "reports", "one row for each state", reports);
   check_like_first(check, states, history, h);
   if (check.failed()) return check;
   states.bins = static_cast<int>(r.cols);
