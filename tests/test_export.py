@@ -11,7 +11,7 @@ from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
-from transformer_engine_jax.flax import STATE_COLLECTION, LayerNormMLP
+from transformer_engine_jax.flax import STATE_COLLECTION, LayerNormMLP, TransformerLayer
 
 pytest.importorskip("flatbuffers", reason="what jax.export writes with")
 
@@ -75,3 +75,16 @@ def test_without_the_checks_jax_says_which_handlers():
     variables = steps.init(MODULE, X, rec=DELAYED)
     with steps.autocast(DELAYED), pytest.raises(ValueError, match="te_"):
         export.export(jax.jit(forward), platforms=["cpu"])(variables, X)
+
+
+@pytest.mark.parametrize("rec", [None, DELAYED, CURRENT], ids=["f32", "delayed", "current"])
+def test_any_batch(rec):
+    """A batch that only the caller knows."""
+    layer = TransformerLayer(hidden_size=16, mlp_hidden_size=32, num_attention_heads=2)
+    variables = steps.init(layer, X, rec=rec)
+    (batch,) = export.symbolic_shape("b")
+    with steps.autocast(rec):
+        run = jax.jit(lambda v, x: layer.apply(v, x, deterministic=True))
+        read = stored(run, ["cpu", "cuda"], variables, jax.ShapeDtypeStruct((batch, *X.shape[1:]), X.dtype))
+        expected = run(variables, X[:3])
+    testing.assert_close(read.call(variables, X[:3]), expected, emulated.FLIP)

@@ -226,7 +226,7 @@ def _ffi_call(call: _Call, platform: str, *present) -> tuple:
     results = [_ABSENT if s is None else s for s in shapes]
     if call.kernel.workspace and platform == "cuda":
         size = call.kernel.workspace(*call.fill(present), **dict(call.attributes))
-        results.append(jax.ShapeDtypeStruct((int(size),), jnp.uint8))
+        results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
     out = jax.ffi.ffi_call(f"te_{call.kernel.name}", results)(*operands, **_ffi_attributes(call))
     return tuple(o for o, s in zip(out, shapes) if s is not None)
 

@@ -371,12 +371,31 @@ def test_checkpoint_names():
     module = MHA()
     variables = steps.init(module, X)
     jaxpr = str(jax.make_jaxpr(module.apply)(variables, X))
-    for name in ("combined_qkv_proj", "context", "out_proj"):
+    for name in ("combined_qkv_proj", "logits", "context", "out_proj"):
         assert f"name={name}" in jaxpr
     separate = MHA(fuse_qkv_params=False)
     jaxpr = str(jax.make_jaxpr(lambda: separate.init(jax.random.key(0), X))())
     for name in ("query_proj", "key_proj", "value_proj"):
         assert f"name={name}" in jaxpr
+
+
+def test_one_array_or_two():
+    """nn.remat makes two arrays of one: parameters of the other kind of attention are not taken for these."""
+    remat = nn.remat(MultiHeadAttention)(D, H)
+    alone, twice = steps.init(MHA(), X), remat.init(jax.random.key(0), X, X)
+    for module, variables, inputs in ((remat, alone, (X, X)), (MHA(), twice, (X,))):
+        with pytest.raises(ValueError, match="inputs_kv: expected what fits parameters of .*leave it out"):
+            module.apply(variables, *inputs)
+    testing.assert_close(remat.apply(alone, X), MHA().apply(alone, X), F32)
+
+
+def test_flax_shows_results_of_modules():
+    variables = steps.init(MHA(), X, rec=DELAYED)
+    with steps.autocast(DELAYED):
+        assert "MultiHeadAttention" in MHA().tabulate(jax.random.key(0), X)
+        _, updates = MHA().apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(updates["intermediates"]))
+    assert "qkv" not in updates["intermediates"]  # it has no result of its own
 
 
 # --- RelativePositionBiases ------------------------------------------------------------------------------------------

@@ -197,6 +197,12 @@ def test_layernorm_dense_returns_its_bias_apart(fields):
     assert unbiased.apply(steps.init(unbiased, X), X)[1:] == (None, None)
 
 
+@pytest.mark.parametrize("axis", [0, -1, (-1, 0)])
+def test_what_goes_in_comes_back_where_there_is_no_norm(axis):
+    module = LayerNormDenseGeneral(4, axis=axis, enable_layernorm=False, return_layernorm_output=True)
+    np.testing.assert_array_equal(module.init_with_output(jax.random.key(0), X)[0][1], X)
+
+
 def test_depth_scaling_divides():
     variables = steps.init(LayerNormDenseGeneral(features=5), X)
     y = LayerNormDenseGeneral(features=5).apply(variables, X)[0]

@@ -58,3 +58,8 @@ def test_an_unknown_type_is_named():
         steps.init(LayerNorm(layernorm_type="batchnorm"), X)
     with pytest.raises(ValueError, match=r"scale: expected 1 logical axes for the shape \(64,\), got \('a', 'b'\)"):
         steps.init(LayerNorm(scale_axes=("a", "b")), X)
+
+
+def test_rmsnorm_is_a_class():
+    assert isinstance(RMSNorm(), LayerNorm) and not isinstance(LayerNorm(), RMSNorm)
+    assert RMSNorm().layernorm_type == "rmsnorm"

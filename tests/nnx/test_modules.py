@@ -27,6 +27,13 @@ CASES = {
     "rmsnorm": ("RMSNorm", (K,), {}, {}, (X,)),
     "dense": ("DenseGeneral", (K, 48), {}, dict(features=48), (X,)),
     "dense bf16": ("DenseGeneral", (K, 48), dict(dtype=jnp.bfloat16, param_dtype=jnp.float32), dict(features=48), (X,)),
+    "no norm, axis": (
+        "LayerNormDenseGeneral",
+        (B, 4),
+        dict(axis=0, enable_layernorm=False, return_layernorm_output=True),
+        dict(features=4),
+        (X,),
+    ),
     "dense axes": ("DenseGeneral", ((S, K), (3, 16)), dict(axis=[1, 2], **LORA), dict(features=(3, 16)), (X,)),
     "dense bias apart": ("DenseGeneral", (K, 48), dict(return_bias=True), dict(features=48), (X,)),
     "dense split": (

@@ -56,6 +56,17 @@ def check_ranks(inputs_q, inputs_kv) -> None:
             raise ValueError(f"MultiHeadAttention: {name}: expected [B, S, features], got {list(x.shape)}")
 
 
+def check_kind(module, is_self: bool, params) -> None:
+    """ValueError where the parameters are those of self-attention and the call is not, or the other way round."""
+    fused = module.fuse_qkv_params and module.num_gqa_groups in (None, module.num_attention_heads)
+    if fused and params and ("qkv" in params) != is_self:
+        made, got = ("self", "one that is another object") if "qkv" in params else ("cross", "none, or inputs_q itself")
+        raise ValueError(
+            f"MultiHeadAttention: inputs_kv: expected what fits parameters of {made}-attention, {sorted(params)}, got "
+            f"{got}; leave it out for self-attention, since nn.remat, nn.jit and jax.jit make two arrays of one"
+        )
+
+
 def rotations(module, rotary_pos_emb) -> tuple:
     """What turns the queries and what turns the keys of a MultiHeadAttention, None for nothing.
 
@@ -187,7 +198,7 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           inputs_q, inputs_kv: it is self-attention, with fused projections, where inputs_kv is None or the very object
-            that inputs_q is.
+            that inputs_q is; nn.remat, nn.jit and jax.jit make two of one, so leave inputs_kv out there.
           mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out; for attn_mask_type with "padding".
           bias: likewise, added to the logits.
           decode: self-attention to the KV cache, `cached_key` and `cached_value` [B, S, G, D] and `cache_index` i32[]
@@ -210,6 +221,7 @@ class MultiHeadAttention(nn.Module):
         inputs_q = jnp.asarray(inputs_q)
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         check_ranks(inputs_q, inputs_kv)
+        check_kind(self, is_self, self.variables.get("params", {}))
         query, key, value, normed, past = self._project(inputs_q, inputs_kv)
         query, key, value = (self._by_head(x) for x in (query, key, value))
         turn_q, turn_k = rotations(self, rotary_pos_emb)
@@ -291,6 +303,7 @@ class MultiHeadAttention(nn.Module):
         variables[0].value, variables[1].value = cache.key, cache.value
         return cache.key, cache.value
 
+    @nn.nowrap
     def _core_attention(self) -> DotProductAttention:
         return DotProductAttention(
             head_dim=self.head_dim,
@@ -340,7 +353,7 @@ class MultiHeadAttention(nn.Module):
 
     def _project_together(self, x, layout):
         fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
-        parts = [self._projection(Projection, *of, **norm)(x) for of, norm in zip(layout, fields)]
+        parts = [self._projection(Projection, *of, inputs=x.shape[-1], **norm).parts for of, norm in zip(layout, fields)]
         quantizers = None if parts[0].quantizers is None else [part.quantizers for part in parts]
         results, x = layernorm_projections(
             x,
@@ -356,6 +369,7 @@ class MultiHeadAttention(nn.Module):
         results = [checkpoint_name(y, name) for y, name in zip(results, names)]
         return keep(results[0], [part.unused for part in parts]), *results[1:], None, x
 
+    @nn.nowrap
     def _layout(self, is_self: bool) -> list[tuple[str, int | tuple[int, int], Callable]]:
         """(name, features, kernel_init) of each projection."""
         width_q = self.num_attention_heads * self.head_dim
@@ -379,6 +393,7 @@ class MultiHeadAttention(nn.Module):
             zero_centered_gamma=self.zero_centered_gamma,
         )
 
+    @nn.nowrap
     def _projection(self, module: type, name: str, features, kernel_init, **fields):
         stacked = isinstance(features, tuple)
         return module(

@@ -8,10 +8,13 @@ from typing import Any
 import flax
 import flax.linen as nn
 import jax
+import numpy as np
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.ops.layernorm import check_epsilon
 from transformer_engine_jax.ops.low_rank import low_rank
+from transformer_engine_jax.ops.rope import GROUPS
 from transformer_engine_jax.quantized import GemmQuantizers, GemmState, QuantizerState, gemm_quantizers
 from transformer_engine_jax.recipe import Recipe
 
@@ -29,6 +32,7 @@ flax.serialization.register_serialization_state(
 class Fp8Module(nn.Module):
     """A module with GEMMs: keeps one QuantizerState for each operand of each of them."""
 
+    @nn.nowrap
     def gemm_quantizers(self, gemm: str, checkpoint_name: str | None = None) -> tuple[GemmQuantizers | None, Any]:
         """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused.
 
@@ -42,6 +46,7 @@ class Fp8Module(nn.Module):
         unused = [self.get_variable(STATE_COLLECTION, n) for n in names if self.has_variable(STATE_COLLECTION, n)]
         return gemm_quantizers(checkpoint_name=checkpoint_name), unused
 
+    @nn.nowrap
     def fp8_state(self, name: str, recipe: Recipe) -> QuantizerState:
         """The state `name`, made where it is missing and may be; ValueError where it may not."""
         if not self.has_variable(STATE_COLLECTION, name) and not self.is_mutable_collection(STATE_COLLECTION):
@@ -59,8 +64,10 @@ class Fp8Module(nn.Module):
             raise ValueError(f"{where}: FP8 state {name!r} is not among the variables. {remedy}")
         return QuantizerState.of(self.variable(STATE_COLLECTION, name, QuantizerState.create, recipe).value)
 
+    @nn.nowrap
     def make_param(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):
         """A parameter that carries its logical axes, where there are any."""
+        check_common(self)
         if axes and len(axes) != len(shape):
             raise ValueError(
                 f"{type(self).__name__}.{name}: expected {len(shape)} logical axes for the shape "
@@ -69,12 +76,11 @@ class Fp8Module(nn.Module):
         init = nn.with_logical_partitioning(init, tuple(axes)) if axes else init
         return self.param(name, init, tuple(shape), dtype)
 
+    @nn.nowrap
     def make_norm_params(
         self, features: int, kind: str, scale_init, scale_axes, bias_init, bias_axes, zero_centered: bool, dtype
     ):
         """(scale, ln_bias) of a norm over `features`; ln_bias is None for "rmsnorm"."""
-        if kind not in ("layernorm", "rmsnorm"):
-            raise ValueError(f"{type(self).__name__}.layernorm_type: expected 'layernorm' or 'rmsnorm', got {kind!r}")
         scale_init = scale_init or (nn.initializers.zeros if zero_centered else nn.initializers.ones)
         scale = self.make_param("scale", scale_init, scale_axes, (features,), dtype)
         bias = None if kind == "rmsnorm" else self.make_param("ln_bias", bias_init, bias_axes, (features,), dtype)
@@ -103,11 +109,33 @@ def canonical_tuple(value) -> tuple:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
+def one_of(module: Any, field: str, allowed: Sequence, note: str = "") -> None:
+    """Raises ValueError where a field of a module is not among those allowed."""
+    value = getattr(module, field)
+    if value not in allowed:
+        raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
+
+
+# Fields of several modules, and what they may be, in use or not.
+CHOICES = {"layernorm_type": ("layernorm", "rmsnorm"), "rotary_pos_emb_group_method": GROUPS}
+
+
+def check_common(module: Any) -> None:
+    """Raises ValueError where a field of CHOICES, an epsilon or depth_scaling is none, in use or not."""
+    for field in CHOICES.keys() & dir(module):
+        one_of(module, field, CHOICES[field])
+    for field in ("epsilon", "layernorm_epsilon", "qk_norm_epsilon"):
+        check_epsilon(f"{type(module).__name__}.{field}", getattr(module, field, 0))
+    if getattr(module, "depth_scaling", None) == 0:
+        raise ValueError(f"{type(module).__name__}.depth_scaling: expected a divisor or None, got 0")
+
+
 def check_positive(module: Any, *fields: str) -> None:
-    """Raises ValueError where a field of a module is a number below 1."""
+    """Raises ValueError where a field of a module is neither None nor an integer from 1 on."""
     for field in fields:
-        if (value := getattr(module, field)) is not None and value < 1:
-            raise ValueError(f"{type(module).__name__}.{field}: expected a positive number, got {value}")
+        value = getattr(module, field)
+        if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
+            raise ValueError(f"{type(module).__name__}.{field}: expected a positive integer, got {value!r}")
 
 
 def check_rate(module: Any, field: str) -> None:
@@ -118,5 +146,13 @@ def check_rate(module: Any, field: str) -> None:
 
 def check_dims(module: Any, field: str, rank: int = 3) -> None:
     """Raises ValueError where a field of a module does not hold axes of an array."""
-    if not all(-rank <= axis < rank for axis in getattr(module, field)):
-        raise ValueError(f"{type(module).__name__}.{field}: expected axes of {rank}, got {getattr(module, field)}")
+    axes = getattr(module, field)
+    if not (isinstance(axes, tuple | list) and all(-rank <= axis < rank for axis in axes)):
+        raise ValueError(f"{type(module).__name__}.{field}: expected axes of {rank}, got {axes}")
+
+
+def last_size(module: Any, x) -> int:
+    """The size of x's last axis; ValueError where it has none."""
+    if not np.shape(x):
+        raise ValueError(f"{type(module).__name__}: x: expected at least one axis, got a scalar")
+    return np.shape(x)[-1]

@@ -133,12 +133,8 @@ class DenseGeneral(_Dense):
         return (y, bias) if self.return_bias else y
 
 
-class LayerNormDenseGeneral(_Dense):
-    """A norm and a DenseGeneral; returns (y, the norm's output or None), or (y, bias, that) with return_bias.
-
-    Fields of LayerNorm and DenseGeneral; enable_layernorm=False leaves the norm out. return_layernorm_output costs
-    one pass: the norm's output is then kept in high precision too. depth_scaling: y is divided by it.
-    """
+class _LayerNormDense(_Dense):
+    """Fields and parameters of a norm and a dense product."""
 
     enable_layernorm: bool = True
     layernorm_type: str = "layernorm"
@@ -154,31 +150,6 @@ class LayerNormDenseGeneral(_Dense):
     layernorm_input_axes: tuple[str | None, ...] = ()
     dot_input_axes: tuple[str | None, ...] = ()
     depth_scaling: float | None = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
-        """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
-        x = constrain(self._computed_in(jnp.asarray(x)), self.layernorm_input_axes)
-        if self.enable_layernorm and canonical_tuple(self.axis) not in ((-1,), (x.ndim - 1,)):
-            raise ValueError(f"LayerNormDenseGeneral.axis: expected -1, the axis of the norm, got {self.axis}")
-        options = Norm(self.epsilon, self.zero_centered_gamma)
-        normed, (gamma, beta) = None, self._make_norm(x)
-        separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
-        if self.enable_layernorm and separate:
-            x = normed = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
-        x, k_axes = contracted_last(x, self.axis)
-        kernel, bias, features = self._make_kernel(x, k_axes)
-        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
-        added = None if self.return_bias else bias
-        if self.enable_layernorm and normed is None:
-            y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
-        else:
-            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
-        y = self._finish(y, x, k_axes, features, unused)
-        if self.depth_scaling is not None:
-            y, bias = y / self.depth_scaling, None if bias is None else bias / self.depth_scaling
-        returned = (normed if self.enable_layernorm else x) if self.return_layernorm_output else None
-        return (y, bias, returned) if self.return_bias else (y, returned)
 
     def _make_norm(self, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
         """(gamma, beta) for x, None where there is none."""
@@ -196,6 +167,39 @@ class LayerNormDenseGeneral(_Dense):
         )
 
 
+class LayerNormDenseGeneral(_LayerNormDense):
+    """A norm and a DenseGeneral; returns (y, the norm's output or None), or (y, bias, that) with return_bias.
+
+    Fields of LayerNorm and DenseGeneral; enable_layernorm=False leaves the norm out. return_layernorm_output costs
+    one pass: the norm's output is then kept in high precision too. depth_scaling: y is divided by it.
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
+        """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
+        x = constrain(self._computed_in(jnp.asarray(x)), self.layernorm_input_axes)
+        if self.enable_layernorm and canonical_tuple(self.axis) not in ((-1,), (x.ndim - 1,)):
+            raise ValueError(f"LayerNormDenseGeneral.axis: expected -1, the axis of the norm, got {self.axis}")
+        options = Norm(self.epsilon, self.zero_centered_gamma)
+        gamma, beta = self._make_norm(x)
+        separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
+        if self.enable_layernorm and separate:
+            x = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
+        returned = x if self.return_layernorm_output else None
+        x, k_axes = contracted_last(x, self.axis)
+        kernel, bias, features = self._make_kernel(x, k_axes)
+        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        added = None if self.return_bias else bias
+        if self.enable_layernorm and not separate:
+            y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
+        else:
+            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
+        y = self._finish(y, x, k_axes, features, unused)
+        if self.depth_scaling is not None:
+            y, bias = y / self.depth_scaling, None if bias is None else bias / self.depth_scaling
+        return (y, bias, returned) if self.return_bias else (y, returned)
+
+
 class ProjectionParts(NamedTuple):
     """What a LayerNormDenseGeneral computes with; None for what it has not."""
 
@@ -207,11 +211,14 @@ class ProjectionParts(NamedTuple):
     unused: Any  # states
 
 
-class Projection(LayerNormDenseGeneral):
-    """A LayerNormDenseGeneral that another module computes, together with others."""
+class Projection(_LayerNormDense):
+    """A LayerNormDenseGeneral of x[.., inputs] that another module computes, together with others: its `parts`."""
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> ProjectionParts:
+    inputs: int = 0
+
+    def setup(self):
+        x = jax.ShapeDtypeStruct((self.inputs,), jnp.float32)
         norm = self._make_norm(x)  # in the order of LayerNormDenseGeneral, on which initial values depend
         kernel, bias, _ = self._make_kernel(x, 1)
-        return ProjectionParts(*norm, kernel, bias, *self.gemm_quantizers("gemm", self.quantization_checkpoint_name))
+        quantizers = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        self.parts = ProjectionParts(*norm, kernel, bias, *quantizers)

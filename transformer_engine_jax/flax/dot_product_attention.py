@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import flax.linen as nn
@@ -12,21 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import check_positive, check_rate
+from transformer_engine_jax.flax.base import check_positive, check_rate, one_of
 from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES, ContextParallel
 from transformer_engine_jax.ops.attention.decode import decode_attention
 from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
+from transformer_engine_jax.ops.attention.op import check_broadcast
+from transformer_engine_jax.ops.attention.options import as_window
 
 # "causal_padding" too: both orders of the words are in use.
 MASK_NAMES = (*MASK_TYPES, "causal_padding", "causal_bottom_right_padding")
-
-
-def one_of(module: nn.Module, field: str, allowed: Sequence, note: str = "") -> None:
-    """Raises ValueError where a field of a module is not among those allowed."""
-    value = getattr(module, field)
-    if value not in allowed:
-        raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
 
 
 def context_parallel(module) -> ContextParallel | None:
@@ -107,6 +102,7 @@ class DotProductAttention(nn.Module):
         padded = "padding" in self.attn_mask_type
         dropping = self.attention_dropout > 0 and not deterministic
         if cache_index is None:
+            check_broadcast("mask", mask, query, key)  # also one that the mask type ignores
             where = dict(sequence_descriptor=sequence_descriptor if padded else None)
             where["context_parallel"] = context_parallel(self)
             attend = partial(dot_product_attention, options=self._options(), **where)
@@ -126,7 +122,7 @@ class DotProductAttention(nn.Module):
         return Attention(
             scale=1.0 / float(np.sqrt(self.head_dim)) if self.scale_factor is None else float(self.scale_factor),
             causal="causal" in self.attn_mask_type,
-            window=None if self.window_size is None else tuple(self.window_size),
+            window=as_window(self.window_size),
             bias_before_scale=self.attn_bias_type == "pre_scale_bias",
             dropout=self.attention_dropout,
             bottom_right="bottom_right" in self.attn_mask_type,
@@ -149,10 +145,8 @@ class DotProductAttention(nn.Module):
         one_of(self, "qkv_layout", tuple(LAYOUTS))
         one_of(self, "softmax_type", SOFTMAX_TYPES)
         one_of(self, "context_parallel_strategy", STRATEGIES)
-        check_positive(self, "head_dim", "num_attention_heads")
+        check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups")
         check_rate(self, "attention_dropout")
-        if self.window_size is not None and not isinstance(self.window_size, Sequence):
-            raise self._error(f"window_size: expected (left, right) or None, got {self.window_size!r}")
         groups = self.num_gqa_groups or self.num_attention_heads
         if self.num_attention_heads % groups:
             raise self._error(f"{self.num_attention_heads} heads do not divide into {groups} groups")

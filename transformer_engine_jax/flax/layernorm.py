@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,4 +47,7 @@ class LayerNorm(Fp8Module):
         return norm(Norm(self.epsilon, self.zero_centered_gamma), x, gamma, beta)
 
 
-RMSNorm = functools.partial(LayerNorm, layernorm_type="rmsnorm")
+class RMSNorm(LayerNorm):
+    """LayerNorm with layernorm_type="rmsnorm"."""
+
+    layernorm_type: str = "rmsnorm"

@@ -14,9 +14,11 @@ from transformer_engine_jax.flax.base import (
     Fp8Module,
     canonical_tuple,
     check_dims,
+    check_positive,
     check_rate,
     default_kernel_init,
     flat_kernel_init,
+    last_size,
 )
 from transformer_engine_jax.ops.activation import activation, fused_activation
 from transformer_engine_jax.ops.dense import dense
@@ -83,16 +85,16 @@ class LayerNormMLP(Fp8Module):
 
         deterministic: switches dropout off. residual: add x to the result, inside the second product.
         """
+        x = jnp.asarray(x)
         if self.axis not in (-1, x.ndim - 1, (-1,)):
             raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
-        if self.intermediate_dim < 1:
-            raise ValueError(f"LayerNormMLP.intermediate_dim: expected a positive size, got {self.intermediate_dim}")
+        check_positive(self, "intermediate_dim")
         check_rate(self, "intermediate_dropout_rate")
-        check_dims(self, "intermediate_hidden_dropout_dims", jnp.ndim(x))
+        check_dims(self, "intermediate_hidden_dropout_dims", x.ndim)
         activations = canonical_tuple(self.activations)
         fused_activation(activations, self.activation_params)  # raises where one is unknown, or none given
-        x = constrain(jnp.asarray(x), self.layernorm_input_axes)
-        hidden, count = x.shape[-1], len(activations)
+        hidden, count = last_size(self, x), len(activations)
+        x = constrain(x, self.layernorm_input_axes)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
         gamma = beta = None
         if self.enable_layernorm:

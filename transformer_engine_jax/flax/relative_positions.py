@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_engine_jax.flax.base import check_positive
+
+SIZES = ("num_buckets", "max_distance", "num_attention_heads")
+
 
 class RelativePositionBiases(nn.Module):
     """T5's relative position biases (Raffel et al., 2019); param `rel_embedding` [heads, num_buckets]."""
@@ -24,6 +28,7 @@ class RelativePositionBiases(nn.Module):
     @nn.compact
     def __call__(self, q_seqlen: int, k_seqlen: int, bidirectional: bool = True) -> jax.Array:
         """Lengths -> biases [1, heads, q_seqlen, k_seqlen]; ValueError where buckets and distances do not fit."""
+        check_positive(self, *SIZES)
         self._check(q_seqlen, k_seqlen, bidirectional)
         init = nn.with_logical_partitioning(self.embedding_init, self.embedding_axes)
         table = self.param("rel_embedding", init, (self.num_attention_heads, self.num_buckets), self.dtype)

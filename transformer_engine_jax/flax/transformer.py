@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.flax.attention import MultiHeadAttention, adapts
-from transformer_engine_jax.flax.base import check_dims, check_positive, check_rate
-from transformer_engine_jax.flax.dot_product_attention import one_of
+from transformer_engine_jax.flax.base import check_common, check_dims, check_positive, check_rate, one_of
 from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.flax.mlp import LayerNormMLP
 from transformer_engine_jax.flax.relative_positions import RelativePositionBiases
@@ -28,11 +27,13 @@ class TransformerLayerType(enum.Enum):
 
 def check_fields(layer) -> None:
     """ValueError where the fields of a TransformerLayer do not fit together."""
+    check_common(layer)
     one_of(layer, "layer_type", tuple(TransformerLayerType))
     for field in ("hidden_dropout", "intermediate_dropout", "attention_dropout", "drop_path"):
         check_rate(layer, field)
-    check_dims(layer, "hidden_dropout_dims")
-    check_positive(layer, "hidden_size", "num_attention_heads", "kv_channels")
+    for field in ("hidden_dropout_dims", "intermediate_dropout_dims"):
+        check_dims(layer, field)
+    check_positive(layer, "hidden_size", "mlp_hidden_size", "num_attention_heads", "num_gqa_groups", "kv_channels")
     if layer.kv_channels is None and layer.hidden_size % layer.num_attention_heads:
         raise ValueError(
             f"TransformerLayer: hidden_size={layer.hidden_size} does not divide into {layer.num_attention_heads} "

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.flax.base import check_positive
+from transformer_engine_jax.flax.base import check_common, check_positive
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.low_rank import low_rank
@@ -29,7 +29,8 @@ class Fp8Module(nnx.Module):
     """A module with parameters and GEMMs: keeps one Fp8State for each operand of each GEMM."""
 
     def freeze_fields(self) -> None:
-        """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key."""
+        """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See check_common too."""
+        check_common(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):
@@ -53,10 +54,6 @@ class Fp8Module(nnx.Module):
 
     def make_norm_params(self, features: int, scale_init, bias_init, bias_axes, dtype, rngs) -> None:
         """`scale` and, for "layernorm", `ln_bias`, else None."""
-        if self.layernorm_type not in ("layernorm", "rmsnorm"):
-            raise ValueError(
-                f"{type(self).__name__}.layernorm_type: expected 'layernorm' or 'rmsnorm', got {self.layernorm_type!r}"
-            )
         scale_init = scale_init or (nn.initializers.zeros if self.zero_centered_gamma else nn.initializers.ones)
         self.make_param("scale", scale_init, self.scale_axes, (features,), dtype, rngs)
         if self.layernorm_type == "rmsnorm":

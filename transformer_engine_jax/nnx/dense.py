@@ -161,8 +161,8 @@ class LayerNormDenseGeneral(_Dense):
         fused = self.enable_layernorm and not separate
         if self.enable_layernorm and separate:
             x = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
-        x, k_axes = contracted_last(x, self.axis)
         normed = x if self.return_layernorm_output else None
+        x, k_axes = contracted_last(x, self.axis)
         kernel, bias = self._kernel_and_bias()
         quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
         added = None if self.return_bias else bias

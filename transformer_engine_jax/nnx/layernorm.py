@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar
 from typing import Any
@@ -47,4 +46,9 @@ class LayerNorm(Fp8Module):
         return norm(Norm(self.epsilon, self.zero_centered_gamma), x, array(self.scale), array(self.ln_bias))
 
 
-RMSNorm = functools.partial(LayerNorm, layernorm_type="rmsnorm")
+@module
+class RMSNorm(LayerNorm):
+    """LayerNorm with layernorm_type="rmsnorm"."""
+
+    _: KW_ONLY
+    layernorm_type: str = "rmsnorm"

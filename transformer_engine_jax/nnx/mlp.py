@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import canonical_tuple, check_rate
+from transformer_engine_jax.flax.base import canonical_tuple, check_dims, check_positive, check_rate
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
 from transformer_engine_jax.ops.activation import activation, fused_activation
@@ -92,9 +92,7 @@ class LayerNormMLP(Fp8Module):
         check_rate(self, "intermediate_dropout_rate")
         if canonical_tuple(self.axis) != (-1,):
             raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
-        for field in ("in_features", "intermediate_dim"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"LayerNormMLP.{field}: expected a positive size, got {getattr(self, field)}")
+        check_positive(self, "in_features", "intermediate_dim")
 
     def _make_products(self, init, bias_init, rngs) -> None:
         hidden, count = self.in_features, len(self.activations)
@@ -122,6 +120,7 @@ class LayerNormMLP(Fp8Module):
         result, inside the second product.
         """
         x = constrain(jnp.asarray(x), self.layernorm_input_axes)
+        check_dims(self, "intermediate_hidden_dropout_dims", x.ndim)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
         gamma, beta = array(self.scale), array(self.ln_bias)
         kernels, bias = [array(self.wi_kernel), array(self.wo_kernel)], array(self.wo_bias)

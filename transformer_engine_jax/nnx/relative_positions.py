@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_engine_jax import flax as linen
+from transformer_engine_jax.flax.base import check_positive
+from transformer_engine_jax.flax.relative_positions import SIZES
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
 
 
@@ -30,6 +32,7 @@ class RelativePositionBiases(Fp8Module):
 
     def __post_init__(self, embedding_init, rngs):
         self.freeze_fields()
+        check_positive(self, *SIZES)
         shape = (self.num_attention_heads, self.num_buckets)
         self.make_param("rel_embedding", embedding_init, self.embedding_axes, shape, self.dtype, rngs)
 

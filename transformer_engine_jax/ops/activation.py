@@ -206,7 +206,7 @@ def activation(z, activations: Activations, params: Mapping[str, float] | Clamp 
     Returns:
       [.., N] in z's dtype. Raises ValueError where z does not fit the activations, or params do not.
     """
-    fused, activations = fused_activation(activations, params), _as_tuple(activations)
+    fused, activations = fused_activation(activations, params), as_tuple(activations)
     z = jnp.asarray(z)
     if z.dtype not in [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]:
         raise ValueError(f"activation: z: expected f32, f16 or bf16, got {z.dtype}")
@@ -224,10 +224,10 @@ def fused_activation(activations: Activations, params: Mapping[str, float] | Cla
     Raises:
       ValueError: an unknown name, or params that are unknown, out of range, or of no activation among these.
     """
-    activations = _as_tuple(activations)
+    activations = as_tuple(activations)
     known = [*CURVES, "linear", *CLAMPED_CURVES]
     for name in activations:
-        if isinstance(name, str) and name not in known:
+        if not callable(name) and name not in known:
             raise ValueError(f"activation: activations: expected some of {known}, got {name!r}")
     clamp = _clamp(activations, params)
     plain = activations[0] in CURVES and activations[1:] in ((), ("linear",))
@@ -251,8 +251,8 @@ def _clamp(activations: tuple[str | Callable, ...], params: Mapping[str, float] 
     return clamp
 
 
-def _as_tuple(activations: Activations) -> tuple[str | Callable, ...]:
-    activations = (activations,) if isinstance(activations, str) or callable(activations) else tuple(activations)
+def as_tuple(activations: Activations) -> tuple[str | Callable, ...]:
+    activations = tuple(activations) if isinstance(activations, tuple | list) else (activations,)
     if not activations:
         raise ValueError("activation: activations: expected at least one, got none")
     return activations

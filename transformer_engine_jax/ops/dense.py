@@ -125,6 +125,11 @@ def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def arrays(*given) -> list[jax.Array | None]:
+    """What an op is given, as arrays; None where there is none."""
+    return [None if a is None else jnp.asarray(a) for a in given]
+
+
 def check_dense(op: str, x, kernel, bias, k_axes: int) -> None:
     """ValueError where the shapes or dtypes of a dense op do not fit."""
     for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
@@ -168,8 +173,7 @@ def dense(
     Raises:
       ValueError: the shapes do not fit.
     """
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-    bias = None if bias is None else jnp.asarray(bias)
+    x, kernel, bias, residual = arrays(x, kernel, bias, residual)
     check_dense("dense", x, kernel, bias, k_axes)
     if residual is not None:
         check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), x.dtype)

@@ -9,6 +9,7 @@ import numpy as np
 
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
+from transformer_engine_jax.ops.attention.options import as_window
 
 
 def fused_attn(
@@ -65,7 +66,7 @@ def fused_attn(
     options = Attention(
         scale=1.0 / float(np.sqrt(query.shape[-1])) if scaling_factor is None else float(scaling_factor),
         causal="causal" in attn_mask_type,
-        window=None if window_size is None else tuple(window_size),
+        window=as_window(window_size),
         bias_before_scale=attn_bias_type == "pre_scale_bias",
         dropout=float(dropout_probability),
         bottom_right="bottom_right" in attn_mask_type,

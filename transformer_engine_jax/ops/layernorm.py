@@ -6,6 +6,7 @@ Every kernel computes in f32. g is gamma, or 1 + gamma where gamma is stored zer
 from __future__ import annotations
 
 import math
+import numbers
 from typing import NamedTuple
 
 import jax
@@ -128,6 +129,16 @@ class Norm(NamedTuple):
     epsilon: float = 1e-6
     zero_centered_gamma: bool = False
 
+    def checked(self, op: str) -> Norm:
+        """Itself, as the kernels take it; ValueError for an epsilon that no norm has."""
+        return Norm(check_epsilon(f"{op}: epsilon", self.epsilon), bool(self.zero_centered_gamma))
+
+
+def check_epsilon(name: str, epsilon) -> float:
+    if not (isinstance(epsilon, numbers.Real | jax.Array) and epsilon >= 0):
+        raise ValueError(f"{name}: expected 0 or more, got {epsilon!r}")
+    return float(epsilon)
+
 
 def layernorm(x, gamma, beta, *, epsilon: float = 1e-6, zero_centered_gamma: bool = False) -> jax.Array:
     """Layer normalisation over the last axis (Ba et al., 2016), in f32 arithmetic.
@@ -142,13 +153,13 @@ def layernorm(x, gamma, beta, *, epsilon: float = 1e-6, zero_centered_gamma: boo
       [.., K] in x's dtype. Raises ValueError where shapes or dtypes do not fit.
     """
     x, gamma, beta = checked_norm("layernorm", x, gamma=gamma, beta=beta)
-    return _layernorm(Norm(float(epsilon), bool(zero_centered_gamma)), x, gamma, beta)
+    return _layernorm(Norm(epsilon, zero_centered_gamma).checked("layernorm"), x, gamma, beta)
 
 
 def rmsnorm(x, gamma, *, epsilon: float = 1e-6, zero_centered_gamma: bool = False) -> jax.Array:
     """Root mean square normalisation over the last axis (Zhang and Sennrich, 2019); arguments as `layernorm`'s."""
     x, gamma = checked_norm("rmsnorm", x, gamma=gamma)
-    return _rmsnorm(Norm(float(epsilon), bool(zero_centered_gamma)), x, gamma)
+    return _rmsnorm(Norm(epsilon, zero_centered_gamma).checked("rmsnorm"), x, gamma)
 
 
 def checked_norm(op: str, x, **parameters) -> tuple[jax.Array, ...]:

@@ -10,6 +10,7 @@ from transformer_engine_jax.kernel import differentiable
 from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
+    arrays,
     check_dense,
     dense,
     dense_backward,
@@ -41,9 +42,10 @@ class NormSaved(NamedTuple):
     rstd: jax.Array  # f32[..]
 
 
-def check_norm(op: str, x, gamma, beta) -> None:
-    """ValueError where the shapes or dtypes of a norm (of an RMSNorm where beta is None) do not fit."""
+def check_norm(op: str, static: Norm, x, gamma, beta) -> Norm:
+    """The options of a norm (of an RMSNorm where beta is None); ValueError where they, shapes or dtypes do not fit."""
     checked_norm(op, x, gamma=gamma, **({} if beta is None else {"beta": beta}))
+    return static.checked(op)
 
 
 def norm(static: Norm, x, gamma, beta) -> jax.Array:
@@ -133,7 +135,8 @@ def layernorm_dense(
     if quantizers is None or quantizers.x.spec.calibrating:
         y = dense(norm(norm_options, x, gamma, beta), kernel, bias, quantizers=quantizers)
         return (y, x) if return_input else y
-    check_norm("layernorm_dense", x, gamma, beta)
+    x, gamma, beta, kernel, bias = arrays(x, gamma, beta, kernel, bias)
+    norm_options = check_norm("layernorm_dense", norm_options, x, gamma, beta)
     check_dense("layernorm_dense", x, kernel, bias, 1)
     return _fp8_layernorm_dense(
         _Static(norm_options, Dense.of(x, kernel, bias, 1), return_input), x, gamma, beta, kernel, bias, quantizers

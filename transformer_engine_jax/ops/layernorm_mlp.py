@@ -16,10 +16,12 @@ from transformer_engine_jax.ops.activation import (
     activation,
     activation_bwd,
     activation_fwd,
+    as_tuple,
     fused_activation,
 )
 from transformer_engine_jax.ops.dense import (
     Dense,
+    arrays,
     check_dense,
     check_residual,
     dense,
@@ -130,8 +132,8 @@ def layernorm_mlp(
     Raises:
       ValueError: the shapes do not fit.
     """
-    (kernel_1, kernel_2), (bias_1, bias_2) = kernels, biases
-    activations = (activations,) if isinstance(activations, str) or callable(activations) else tuple(activations)
+    x, gamma, beta, kernel_1, kernel_2, bias_1, bias_2 = arrays(x, gamma, beta, *kernels, *biases)
+    activations = as_tuple(activations)
     fused = fused_activation(activations, activation_params)
     if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
         raise ValueError(
@@ -142,7 +144,7 @@ def layernorm_mlp(
     activated = jax.ShapeDtypeStruct((*x.shape[:-1], kernel_1.shape[2]), x.dtype)
     check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1)
     if norm_options is not None:
-        check_norm("layernorm_mlp", x, gamma, beta)
+        norm_options = check_norm("layernorm_mlp", norm_options, x, gamma, beta)
     if residual:
         check_residual("layernorm_mlp", x, (*x.shape[:-1], *kernel_2.shape[1:]), x.dtype)
     if quantizers is None or quantizers[0].x.spec.calibrating or fused is None:

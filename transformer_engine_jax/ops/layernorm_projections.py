@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from transformer_engine_jax.kernel import differentiable
-from transformer_engine_jax.ops.dense import Dense, Saved, check_dense, dense, dense_backward, matmul, save
+from transformer_engine_jax.ops.dense import Dense, Saved, arrays, check_dense, dense, dense_backward, matmul, save
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
 from transformer_engine_jax.ops.quantize import Cast, quantize_for, quantize_stack_for
@@ -107,6 +107,8 @@ def layernorm_projections(
     Raises:
       ValueError: the shapes do not fit.
     """
+    x, gamma, beta = arrays(x, gamma, beta)
+    kernels, biases = arrays(*kernels), arrays(*biases)
     for kernel, bias in zip(kernels, biases, strict=True):
         if kernel.ndim not in (2, 3) or (kernel.ndim == 3 and kernel.shape[1] not in (2, 3)):
             raise ValueError(
@@ -114,7 +116,7 @@ def layernorm_projections(
             )
         check_dense("layernorm_projections", x, kernel, bias, 1)
     if norm_options is not None:
-        check_norm("layernorm_projections", x, gamma, beta)
+        norm_options = check_norm("layernorm_projections", norm_options, x, gamma, beta)
     if quantizers is None or quantizers[0].x.spec.calibrating:
         normed, results = x if norm_options is None else norm(norm_options, x, gamma, beta), []
         for kernel, bias, of_product in zip(kernels, biases, quantizers or [None] * len(kernels), strict=True):

@@ -10,6 +10,7 @@ import numpy as np
 
 from transformer_engine_jax.kernel import differentiable, kernel
 
+GROUPS = ("consecutive", "alternate")
 _FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
 
 # --- The kernel --------------------------------------------------------------------------------------------------
@@ -70,9 +71,10 @@ class Rotation(NamedTuple):
 
 def rope_frequencies(head_dim: int, windows: tuple[float, float] = (1, 10000)) -> jax.Array:
     """1 / (min * (max / min) ** (2 i / head_dim)) for i < head_dim / 2, as f32[head_dim / 2], each rounded once."""
+    pair = np.asarray(windows)
+    if pair.shape != (2,) or pair.dtype.kind not in "iuf" or not (pair > 0).all():
+        raise ValueError(f"rope_frequencies: windows: expected two positive numbers, got {windows!r}")
     low, high = windows
-    if not (low > 0 and high > 0):
-        raise ValueError(f"rope_frequencies: windows: expected two positive numbers, got {tuple(windows)}")
     return jnp.asarray(1.0 / (low * (high / low) ** (np.arange(0, head_dim, 2) / head_dim)), jnp.float32)
 
 
@@ -125,7 +127,7 @@ def _check(x, pairs: int, positions, group: str) -> jax.Array:
         raise ValueError(f"rope: x: expected f32, f16 or bf16, got {x.dtype}")
     if x.ndim != 4 or x.shape[-1] < 2 * pairs:
         raise ValueError(f"rope: expected x[B, S, H, D] with D >= 2 x {pairs}, got {list(x.shape)}")
-    if group not in ("consecutive", "alternate"):
+    if group not in GROUPS:
         raise ValueError(f"rope: group: expected 'consecutive' or 'alternate', got {group!r}")
     positions = jnp.arange(x.shape[1]) if positions is None else jnp.asarray(positions)
     if positions.shape not in (x.shape[1:2], x.shape[:2]) or not jnp.issubdtype(positions.dtype, jnp.integer):

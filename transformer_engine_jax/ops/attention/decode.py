@@ -60,6 +60,7 @@ def decode_attention(
     Returns:
       [B, Q, H, Dv] in query's dtype; NaN for queries past the end of the cache.
     """
+    options.check()
     q_len, k_len = query.shape[1], key.shape[1]
     rows, tokens = index + jnp.arange(q_len, dtype=jnp.int32), jnp.arange(k_len, dtype=jnp.int32)
     mask, bias = (_rows_of(x, rows, k_len) for x in (mask, bias))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")
 
 
@@ -44,5 +46,19 @@ class Attention(NamedTuple):
             raise ValueError(f"attention: softmax_type: expected one of {SOFTMAX_TYPES}, got {self.softmax_type!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"attention: dropout: expected a rate in [0, 1), got {self.dropout}")
-        if self.window is not None and (len(self.window) != 2 or any(n != int(n) or n < -1 for n in self.window)):
-            raise ValueError(f"attention: window: expected (left, right), each -1 for all or >= 0, got {self.window}")
+        if self.score_mod is not None and not callable(self.score_mod):
+            raise ValueError(
+                "attention: score_mod: expected a function of (scores, q_positions, k_positions) or None, got "
+                f"{self.score_mod!r}"
+            )
+        if self.window is not None and not (
+            isinstance(self.window, tuple)
+            and len(self.window) == 2
+            and all(isinstance(n, int | np.integer) and n >= -1 for n in self.window)
+        ):
+            raise ValueError(f"attention: window: expected (left, right), each -1 for all or >= 0, got {self.window!r}")
+
+
+def as_window(window_size):
+    """Attention.window of what a user gives, which `check` judges."""
+    return tuple(window_size) if np.ndim(window_size) else window_size

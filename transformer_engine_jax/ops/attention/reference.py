@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, visible
@@ -48,7 +49,13 @@ class Shared(NamedTuple):
 
 
 def rows_per_block(batch: int, heads: int, q_len: int, k_len: int) -> int:
-    """All queries where their logits are few; else a part of them, equal blocks up to rounding."""
+    """All queries where their logits are few; else a part of them, equal blocks up to rounding.
+
+    Sizes that jax.export is not told count as 1.
+    """
+    batch, heads, k_len = (n if isinstance(n, int) else 1 for n in (batch, heads, k_len))
+    if not isinstance(q_len, int):
+        return q_len
     most = max(LOGITS_PER_BLOCK // max(batch * heads * k_len, 1), LEAST_ROWS)
     blocks = -(-q_len // most)
     return q_len if blocks <= 1 else -(-q_len // blocks)
@@ -103,6 +110,7 @@ def _scores(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, 
     grouped = rows.query.reshape(batch, q_len, groups, heads // groups, dim)
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", grouped, shared.key, preferred_element_type=jnp.float32)
     scores = _modified(options, scores.reshape(batch, heads, q_len, k_len), rows, shared)
+    scores = checkpoint_name(scores, "logits")  # for policies; what is computed in blocks is not kept
     mask = shared.mask if rows.mask is None else rows.mask
     return scores, visible(options, Places(rows.position, rows.segment), shared.places, mask)
 

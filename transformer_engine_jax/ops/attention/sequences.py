@@ -84,6 +84,14 @@ class SequenceDescriptor:
 
     def check(self, batch: int, q_len: int, k_len: int) -> None:
         """Raises ValueError where the descriptor does not fit queries [B, q_len, ...] and keys [B, k_len, ...]."""
+        needed = "seqlens" if self.segment_ids is None else "segment_ids"
+        pair = getattr(self, needed)
+        if not isinstance(pair, tuple | list) or [hasattr(x, "shape") for x in pair] != [True, True]:
+            raise ValueError(
+                f"sequence_descriptor: {needed}: expected a pair of arrays, of the queries and of the keys, got "
+                f"{jax.tree.map(jnp.shape, pair)}; make one with a from_... method, such as "
+                "SequenceDescriptor.from_seqlens(lengths)"
+            )
         pairs = {"seqlens": self.seqlens, "segment_ids": self.segment_ids}
         for name, pair in pairs.items():
             for side, x, size in zip(("queries", "keys"), pair or (), (q_len, k_len)):

@@ -1,0 +1,560 @@
+"""Every field of every module does something, and what it names, starts or shards is what it should."""
+
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+from steps import DELAYED
+
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import testing
+
+B, S, HIDDEN, HEADS = 4, 16, 16, 4
+SIZE = HIDDEN // HEADS
+X = jnp.zeros((B, S, HIDDEN))
+BIAS = jnp.ones((1, HEADS, S, S))
+DECODER = te_flax.TransformerLayerType.DECODER
+constant = nn.initializers.constant
+
+
+# --- Every field -----------------------------------------------------------------------------------------------------
+
+
+class With(NamedTuple):
+    """A value of a field that shows only where other fields have these values."""
+
+    value: Any
+    others: dict[str, Any]
+
+
+def low_rank(switch: str, value) -> dict:
+    switched = {switch: value}
+    return {**switched, "low_rank_adaptation_dim": With(4, switched), "low_rank_adaptation_alpha": With(8.0, switched)}
+
+
+# What each module is made with, in the order of NNX's sizes.
+SIZES = {
+    "DenseGeneral": dict(features=6),
+    "LayerNormDenseGeneral": dict(features=6),
+    "DotProductAttention": dict(head_dim=SIZE, num_attention_heads=HEADS),
+    "MultiHeadAttention": dict(head_dim=SIZE, num_attention_heads=HEADS),
+    "RelativePositionBiases": dict(num_buckets=8, max_distance=16, num_attention_heads=HEADS),
+}
+BASE = {
+    **SIZES,
+    "LayerNormMLP": dict(intermediate_dim=24),
+    "TransformerLayer": dict(
+        hidden_size=HIDDEN, mlp_hidden_size=24, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
+    ),
+}
+
+NORM = dict(layernorm_type="rmsnorm", zero_centered_gamma=True)
+NORM_PARAMS = dict(
+    epsilon=1e-3,
+    **NORM,
+    scale_init=constant(2.0),
+    scale_axes=("mine",),
+    ln_bias_init=constant(2.0),
+    ln_bias_axes=("mine",),
+)
+DENSE = dict(
+    features=8,
+    kernel_init=constant(2.0),
+    kernel_axes=("mine", "yours"),
+    bias_init=With(constant(2.0), dict(use_bias=True)),
+    bias_axes=With(("mine",), dict(use_bias=True)),
+    **low_rank("enable_low_rank_adaptation", True),
+    dtype=jnp.bfloat16,
+    param_dtype=jnp.bfloat16,
+    quantization_checkpoint_name="mine",
+    parameters_split=("one", "two"),
+    return_bias=True,
+)
+ROPE = dict(enable_rotary_pos_emb=True)
+QK_NORM = dict(qk_norm_type="rmsnorm")
+RING = dict(context_parallel_axis="model")
+CORE = dict(  # of all that have attention inside
+    num_attention_heads=2,
+    num_gqa_groups=2,
+    attention_dropout=0.5,
+    dropout_rng_name=With("mine", dict(attention_dropout=0.5)),
+    transpose_batch_sequence=True,
+    window_size=(3, 0),
+    softmax_type="off_by_one",
+    score_mod=lambda scores, q, k: scores - (q - k),
+    checkpoint_core_attention=True,
+    **RING,
+    context_parallel_strategy=With("RING", RING),
+    context_parallel_causal_load_balanced=With(True, dict(**RING, enable_relative_embedding=False)),
+)
+ATTENTION = dict(  # of MultiHeadAttention and TransformerLayer
+    **CORE,
+    **NORM,
+    layernorm_epsilon=1e-3,
+    use_bias=True,
+    bias_init=With(constant(2.0), dict(use_bias=True)),
+    **ROPE,
+    rotary_pos_emb_windows=With((2, 500), ROPE),
+    rotary_pos_emb_group_method=With("alternate", ROPE),
+    **low_rank("low_rank_adaptation_scope", "all"),
+    dtype=jnp.bfloat16,
+    fuse_qkv_params=False,
+    enable_sequence_parallel=True,
+    scale_attn_logits=True,
+    scaled_query_init=False,
+    **QK_NORM,
+    qk_norm_epsilon=With(1e-3, QK_NORM),
+    qk_norm_before_rope=With(True, dict(**QK_NORM, **ROPE)),
+)
+CHANGES = {
+    "LayerNorm": dict(
+        epsilon=1e-3,
+        **NORM,
+        scale_init=constant(2.0),
+        scale_axes=("mine",),
+        bias_init=constant(2.0),
+        bias_axes=("mine",),
+        dtype=jnp.bfloat16,
+    ),
+    "Softmax": dict(
+        scale_factor=0.5,
+        softmax_fusion_type=te_flax.SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED,
+        softmax_type="off_by_one",
+    ),
+    "DenseGeneral": dict(**DENSE, use_bias=False, axis=1, input_axes=("batch", None, "mlp")),
+    "LayerNormDenseGeneral": dict(
+        **DENSE,
+        **NORM_PARAMS,
+        use_bias=True,
+        axis=With(1, dict(enable_layernorm=False)),
+        enable_layernorm=False,
+        return_layernorm_output=True,
+        layernorm_input_axes=("batch", None, "mlp"),
+        dot_input_axes=("batch", None, "mlp"),
+        depth_scaling=2.0,
+    ),
+    "LayerNormMLP": dict(
+        **NORM_PARAMS,
+        intermediate_dim=32,
+        enable_layernorm=False,
+        kernel_init=constant(2.0),
+        kernel_axes_1=("mine", "yours", "theirs"),
+        kernel_axes_2=("mine", "yours"),
+        use_bias=True,
+        bias_init=With(constant(2.0), dict(use_bias=True)),
+        bias_axes_1=With(("mine", "yours"), dict(use_bias=True)),
+        bias_axes_2=With(("mine",), dict(use_bias=True)),
+        return_bias=True,
+        return_layernorm_output=True,
+        activations=("silu", "linear"),
+        activation_params=With({"limit": 1.0}, dict(activations=("clamped_silu", "clamped_linear"))),
+        intermediate_dropout_rate=0.5,
+        intermediate_dropout_rng_name=With("mine", dict(intermediate_dropout_rate=0.5)),
+        intermediate_hidden_dropout_dims=With((1,), dict(intermediate_dropout_rate=0.5)),
+        **low_rank("enable_low_rank_adaptation", True),
+        layernorm_input_axes=("batch", None, "mlp"),
+        dot_1_input_axes=("batch", None, "mlp"),
+        dot_2_input_axes=("batch", None, "mlp"),
+        ffn1_ckpt_name="mine",
+        ffn2_ckpt_name="mine",
+        quantization_checkpoint_name="mine",
+        dtype=jnp.bfloat16,
+    ),
+    "DotProductAttention": dict(
+        **CORE,
+        head_dim=8,
+        attn_mask_type="no_mask",
+        attn_bias_type="pre_scale_bias",
+        qkv_layout="bs3hd",
+        scale_factor=2.0,
+        context_checkpoint_name="mine",
+    ),
+    "MultiHeadAttention": dict(
+        **ATTENTION,
+        head_dim=8,
+        input_layernorm=False,
+        return_layernorm_output=True,
+        kernel_init=constant(2.0),
+        attn_mask_type="no_mask",
+        attn_bias_type="pre_scale_bias",
+    ),
+    "RelativePositionBiases": dict(
+        num_buckets=16,
+        max_distance=32,
+        num_attention_heads=2,
+        embedding_init=constant(2.0),
+        embedding_axes=("mine", "yours"),
+        dtype=jnp.bfloat16,
+    ),
+    "TransformerLayer": dict(
+        **ATTENTION,
+        hidden_size=32,
+        mlp_hidden_size=32,
+        hidden_dropout=0.5,
+        hidden_dropout_dims=With((1,), dict(hidden_dropout=0.5)),
+        intermediate_dropout=0.5,
+        intermediate_dropout_dims=With((1,), dict(intermediate_dropout=0.5)),
+        mha_kernel_init=constant(2.0),
+        mlp_kernel_init=constant(2.0),
+        mlp_activations=("silu", "linear"),
+        mlp_activation_params=With({"limit": 1.0}, dict(mlp_activations=("clamped_silu", "clamped_linear"))),
+        apply_residual_connection_post_layernorm=True,
+        output_layernorm=True,
+        layer_type=DECODER,
+        self_attn_mask_type="no_mask",
+        self_attn_bias_type="pre_scale_bias",
+        enable_relative_embedding=False,
+        relative_embedding=te_flax.RelativePositionBiases(8, 16, HEADS),
+        drop_path=0.5,
+        kv_channels=8,
+        parallel_attention_mlp=True,
+    ),
+}
+# Fields that say what is so anyway: the axis of a norm is the last, logits are in f32, any number of segments will do,
+# and without an axis of its own for the sequence nothing is transposed.
+NO_EFFECT = {
+    "LayerNorm": dict(transpose_batch_sequence=True),
+    "DenseGeneral": dict(transpose_batch_sequence=True),
+    "LayerNormDenseGeneral": dict(transpose_batch_sequence=True),
+    "LayerNormMLP": dict(transpose_batch_sequence=True, axis=(-1,)),
+    "DotProductAttention": dict(float32_logits=True, max_segments_per_seq=2),
+    "MultiHeadAttention": dict(float32_logits=True),
+    "TransformerLayer": dict(float32_attention_logits=True),
+}
+
+
+def arguments(name: str, fields: dict) -> tuple[tuple, dict]:
+    """What a module with these fields is called with."""
+    if name == "RelativePositionBiases":
+        return (S, S), {}
+    if name == "DotProductAttention":
+        heads, dim = fields["num_attention_heads"], fields["head_dim"]
+        shapes = [(B, S, n, dim) for n in (heads, *[fields.get("num_gqa_groups", heads)] * 2)]
+        arrays = tuple(jnp.zeros(shape) for shape in shapes)
+        arrays = (jnp.stack(arrays, axis=2),) if "qkv_layout" in fields else arrays
+        return arrays, dict(bias=BIAS) if "attn_bias_type" in fields else {}
+    x = jnp.zeros((B, S, fields.get("hidden_size", HIDDEN)))
+    call = dict(bias=BIAS) if "attn_bias_type" in fields else {}
+    call |= dict(core_attention_bias=BIAS) if "self_attn_bias_type" in fields else {}
+    call |= dict(encoded=x) if "layer_type" in fields else {}
+    return (x,), call
+
+
+def on_a_mesh(recipe=DELAYED):
+    """Where axes of activations and names of what is quantized show."""
+    resource = te.MeshResource(dp_resource="data", tp_resource="model")
+    return testing.on_mesh(testing.mesh_of((2, 2), ("data", "model"))), steps.autocast(recipe, mesh_resource=resource)
+
+
+def program(name: str, fields: dict, recipe=DELAYED) -> tuple:
+    """All that a Linen module with these fields computes, from a seed to its outputs, and its parameters' layout."""
+    known = inspect.signature(getattr(te_flax, name)).parameters
+    fields = {**BASE.get(name, {}), **{field: value for field, value in fields.items() if field in known}}
+    module, (args, call) = getattr(te_flax, name)(**fields), arguments(name, fields)
+    run = lambda keys: module.init_with_output(keys, *args, **call)
+    mesh, autocast = on_a_mesh(recipe)
+    with mesh, autocast:
+        keys = {stream: jax.random.key(0) for stream in ("params", "dropout", "mine")}
+        jaxpr, (out, variables) = jax.make_jaxpr(run, return_shape=True)(keys)
+    constants = [(c.shape, str(c.dtype), np.asarray(c).tobytes()) for c in jaxpr.consts]
+    return str(jaxpr), constants, steps.layout(variables) if variables else {}, jax.tree.structure(out)
+
+
+def changed(change) -> tuple[Any, dict]:
+    return change if isinstance(change, With) else (change, {})
+
+
+def every(table: dict) -> list:
+    return [pytest.param(name, field, id=f"{name}.{field}") for name, fields in table.items() for field in fields]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_all_fields_are_here(name):
+    fields = set(inspect.signature(getattr(te_flax, name)).parameters) - {"parent", "name"}
+    assert fields == set(CHANGES[name]) | set(NO_EFFECT.get(name, {}))
+
+
+@pytest.mark.parametrize("name, field", every(CHANGES))
+def test_a_field_changes_what_is_computed(name, field):
+    value, others = changed(CHANGES[name][field])
+    assert program(name, {**others, field: value}) != program(name, others)
+
+
+@pytest.mark.parametrize("name, field", every(NO_EFFECT))
+def test_a_field_that_says_what_is_so_anyway_changes_nothing(name, field):
+    assert program(name, {field: NO_EFFECT[name][field]}) == program(name, {})
+
+
+# --- Initial values --------------------------------------------------------------------------------------------------
+
+KERNEL, BIASES = dict(kernel_init=constant(2.0)), dict(use_bias=True, bias_init=constant(3.0))
+STARTS = dict(scale_init=constant(4.0), ln_bias_init=constant(5.0))
+NORM_AS_EVER = {"scale": 1.0, "ln_bias": 0.0}
+# A query's kernel starts smaller by the square root of the heads' size.
+QKV = np.array([2 * SIZE**-0.5, 2.0, 2.0])[:, None]
+
+
+def below(prefix: str, values: dict) -> dict:
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+BLOCK = {
+    **below("qkv", {**NORM_AS_EVER, "kernel": QKV, "bias": 3.0}),
+    **below("out", {"kernel": 2.0, "bias": 3.0}),
+}
+CROSS = {
+    **below("query", {**NORM_AS_EVER, "kernel": 2 * SIZE**-0.5, "bias": 3.0}),
+    **below("kv", {"kernel": 2.0, "bias": 3.0}),
+    **below("out", {"kernel": 2.0, "bias": 3.0}),
+}
+MLP = {"wi_kernel": 6.0, "wi_bias": 3.0, "wo_kernel": 6.0, "wo_bias": 3.0}
+# (module, fields, the value of each parameter)
+INITIAL = {
+    "norm": ("LayerNorm", dict(scale_init=constant(4.0), bias_init=constant(5.0)), {"scale": 4.0, "ln_bias": 5.0}),
+    "dense": ("DenseGeneral", dict(**KERNEL, **BIASES), {"kernel": 2.0, "bias": 3.0}),
+    "split dense": (
+        "DenseGeneral",
+        dict(**KERNEL, **BIASES, parameters_split=("one", "two")),
+        {"one_kernel": 2.0, "one_bias": 3.0, "two_kernel": 2.0, "two_bias": 3.0},
+    ),
+    "layernorm dense": (
+        "LayerNormDenseGeneral",
+        dict(**KERNEL, **BIASES, **STARTS),
+        {"scale": 4.0, "ln_bias": 5.0, "kernel": 2.0, "bias": 3.0},
+    ),
+    "mlp": (
+        "LayerNormMLP",
+        dict(**STARTS, kernel_init=constant(6.0), **BIASES, activations=("silu", "linear")),
+        {"scale": 4.0, "ln_bias": 5.0, **MLP},
+    ),
+    "attention": ("MultiHeadAttention", dict(**KERNEL, **BIASES), BLOCK),
+    "attention with groups": ("MultiHeadAttention", dict(**KERNEL, **BIASES, num_gqa_groups=2), CROSS),
+    "unfused attention": (
+        "MultiHeadAttention",
+        dict(**KERNEL, **BIASES, fuse_qkv_params=False, input_layernorm=False),
+        {
+            **below("query", {"kernel": 2 * SIZE**-0.5, "bias": 3.0}),
+            **below("key", {"kernel": 2.0, "bias": 3.0}),
+            **below("value", {"kernel": 2.0, "bias": 3.0}),
+            **below("out", {"kernel": 2.0, "bias": 3.0}),
+        },
+    ),
+    "relative positions": ("RelativePositionBiases", dict(embedding_init=constant(7.0)), {"rel_embedding": 7.0}),
+    "layer": (
+        "TransformerLayer",
+        dict(
+            mha_kernel_init=constant(2.0),
+            mlp_kernel_init=constant(6.0),
+            **BIASES,
+            layer_type=DECODER,
+            enable_relative_embedding=False,
+        ),
+        {
+            **below("self_attention", BLOCK),
+            **below("encoder_decoder_attention", CROSS),
+            **below("mlp", {**NORM_AS_EVER, **MLP}),
+        },
+    ),
+}  # fmt: skip
+
+
+def assert_starts_at(params: dict[str, jax.Array], expected: dict[str, Any]) -> None:
+    """Parameters by their path: these and no others, each of one value."""
+    assert params.keys() == expected.keys()
+    for path, value in params.items():
+        np.testing.assert_allclose(value, np.broadcast_to(expected[path], value.shape), rtol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("case", INITIAL)
+def test_initialisers_are_those_of_exactly_their_parameters(case):
+    name, fields, expected = INITIAL[case]
+    fields = {**BASE.get(name, {}), **fields}
+    args, call = arguments(name, fields)
+    params = nn.unbox(getattr(te_flax, name)(**fields).init(jax.random.key(0), *args, **call))["params"]
+    found = {"/".join(key.key for key in path): value for path, value in jax.tree.leaves_with_path(params)}
+    assert_starts_at(found, expected)
+
+
+# --- Logical axes ----------------------------------------------------------------------------------------------------
+
+NORM_AXES = dict(scale_axes=("a",), ln_bias_axes=("b",))
+# (module, fields, the axes of each parameter)
+AXES = {
+    "norm": ("LayerNorm", dict(scale_axes=("a",), bias_axes=("b",)), {"scale": ("a",), "ln_bias": ("b",)}),
+    "dense": (
+        "DenseGeneral",
+        dict(kernel_axes=("c", "d"), bias_axes=("e",)),
+        {"kernel": ("c", "d"), "bias": ("e",)},
+    ),
+    "layernorm dense": (
+        "LayerNormDenseGeneral",
+        dict(**NORM_AXES, kernel_axes=("c", "d"), bias_axes=("e",), use_bias=True),
+        {"scale": ("a",), "ln_bias": ("b",), "kernel": ("c", "d"), "bias": ("e",)},
+    ),
+    "mlp": (
+        "LayerNormMLP",
+        dict(
+            **NORM_AXES,
+            use_bias=True,
+            kernel_axes_1=("c", "d", "e"),
+            bias_axes_1=("f", "g"),
+            kernel_axes_2=("h", "i"),
+            bias_axes_2=("j",),
+        ),
+        {
+            "scale": ("a",),
+            "ln_bias": ("b",),
+            "wi_kernel": ("c", "d", "e"),
+            "wi_bias": ("f", "g"),
+            "wo_kernel": ("h", "i"),
+            "wo_bias": ("j",),
+        },
+    ),
+    "relative positions": ("RelativePositionBiases", dict(embedding_axes=("a", "b")), {"rel_embedding": ("a", "b")}),
+}
+
+
+@pytest.mark.parametrize("case", AXES)
+def test_parameters_carry_the_axes_asked_for(case):
+    name, fields, expected = AXES[case]
+    layout = program(name, fields)[2]
+    assert {path: axes for path, (_, _, axes) in layout.items()} == expected
+
+
+SHARDED = dict(layernorm_input_axes=("batch", None, None), dot_input_axes=(None, None, "mlp"))
+SHARDED_MLP = dict(
+    layernorm_input_axes=("batch", None, None),
+    dot_1_input_axes=(None, None, "mlp"),
+    dot_2_input_axes=("batch", None, "mlp"),
+)
+# (module, fields, the shards of activations, in the order of the program, and the steps between them)
+SHARDS = {
+    "dense": ("DenseGeneral", dict(input_axes=("batch", None, "mlp")), "'data', None, 'model'; product"),
+    "layernorm dense": ("LayerNormDenseGeneral", SHARDED, "'data', None, None; norm; None, None, 'model'; product"),
+    "mlp": (
+        "LayerNormMLP",
+        SHARDED_MLP,
+        "'data', None, None; norm; None, None, 'model'; product; activation; 'data', None, 'model'; product",
+    ),
+}
+
+
+def shards_and_steps(jaxpr: str) -> str:
+    names = {"layernorm_fwd": "norm", "activation_fwd": "activation", "": "product"}
+    found = re.findall(r"spec=P\((.*?)\)|<kernel (\w+)|( dot_general\[)", jaxpr)
+    return "; ".join(spec or names[kernel] for spec, kernel, _ in found)
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_inputs_are_sharded_as_asked_just_before_their_step(case):
+    name, fields, expected = SHARDS[case]
+    assert shards_and_steps(program(name, fields, recipe=None)[0]) == expected
+
+
+# --- Names, dropout, precision ---------------------------------------------------------------------------------------
+
+STAGES = dict(return_layernorm_output=True)
+# (module, field, other fields)
+NAMES = {
+    "attention": ("DotProductAttention", "context_checkpoint_name", {}),
+    "ffn1": ("LayerNormMLP", "ffn1_ckpt_name", {}),
+    "ffn2": ("LayerNormMLP", "ffn2_ckpt_name", {}),
+    "ffn1 by stages": ("LayerNormMLP", "ffn1_ckpt_name", STAGES),
+    "ffn2 by stages": ("LayerNormMLP", "ffn2_ckpt_name", STAGES),
+}
+# (module, other fields, products)
+QUANTIZED = {
+    "dense": ("DenseGeneral", {}, 1),
+    "layernorm dense": ("LayerNormDenseGeneral", {}, 1),
+    "layernorm dense by stages": ("LayerNormDenseGeneral", STAGES, 1),
+    "mlp": ("LayerNormMLP", {}, 2),
+    "mlp by stages": ("LayerNormMLP", STAGES, 2),
+}
+
+
+def names_of(program: tuple) -> list[str]:
+    """The checkpoint names in a program, as often as they are given."""
+    return sorted(re.findall(r"name\[name=(\w+)\]", program[0]))
+
+
+def names_in_fp8(program: tuple) -> list[str]:
+    """Those of arrays in FP8."""
+    return re.findall(r":f8_\w+\[[\d,]*\] = name\[name=(\w+)\]", program[0])
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_what_had_a_checkpoint_name_has_the_one_asked_for(case):
+    name, field, others = NAMES[case]
+    default = inspect.signature(getattr(te_flax, name)).parameters[field].default
+    before, after = (names_of(program(name, {**others, **more})) for more in ({}, {field: "mine"}))
+    assert default in before and after == sorted("mine" if one == default else one for one in before)
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_both_operands_of_each_product_have_the_checkpoint_name_asked_for(case):
+    name, others, products = QUANTIZED[case]
+    assert names_in_fp8(program(name, {**others, "quantization_checkpoint_name": "mine"})) == ["mine"] * 2 * products
+
+
+# Of zeros, an MLP makes ones and leaves them to its last kernel, which does nothing: what comes out is dropout's.
+ONES = dict(
+    mlp_hidden_size=HIDDEN,
+    mlp_activations=(jnp.cos,),
+    mlp_kernel_init=lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype),
+    enable_relative_embedding=False,
+    intermediate_dropout=0.5,
+)
+DIMS = pytest.mark.parametrize("dims", [(), (1,), (0, 2)])
+
+
+def assert_shares_its_pattern(dropped: np.ndarray, dims: tuple[int, ...]) -> None:
+    assert 0.2 < dropped.mean() < 0.8
+    for axis in range(3):
+        assert (dropped == dropped.take([0], axis)).all() == (axis in dims)
+
+
+@DIMS
+def test_intermediate_dropout_of_a_layer_shares_its_pattern_over_given_axes(dims):
+    layer = te_flax.TransformerLayer(**{**BASE["TransformerLayer"], **ONES}, intermediate_dropout_dims=dims)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    assert_shares_its_pattern(np.asarray(layer.init_with_output(keys, X)[0] == 0), dims)
+
+
+# (module, field, other fields)
+LOGITS = {
+    "attention": ("DotProductAttention", "float32_logits", {}),
+    "multi-head attention": ("MultiHeadAttention", "float32_logits", {}),
+    "decoder": ("TransformerLayer", "float32_attention_logits", dict(layer_type=DECODER)),
+}
+
+
+def precisions_of_powers(jaxpr) -> set[str]:
+    """Of the exponentials of a softmax."""
+    return set(re.findall(r":(\w+)\[[\d,]*\] = exp ", str(jaxpr)))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("case", LOGITS)
+def test_logits_of_bf16_are_f32_whether_asked_for_or_not(case, asked):
+    name, field, others = LOGITS[case]
+    fields = {**BASE[name], **others, field: asked}
+    args, call = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments(name, fields))
+    handed_on = []
+
+    def listen(run, args, kwargs, context):
+        if isinstance(context.module, te_flax.DotProductAttention):
+            handed_on.append(context.module.float32_logits)
+        return run(*args, **kwargs)
+
+    with nn.intercept_methods(listen):
+        run = lambda: getattr(te_flax, name)(**fields).init_with_output(jax.random.key(0), *args, **call)[0]
+        jaxpr = jax.make_jaxpr(run)()
+    assert precisions_of_powers(jaxpr) == {"f32"}
+    assert handed_on and set(handed_on) == {asked}
