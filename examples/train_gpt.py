@@ -47,6 +47,8 @@ def train(options: Options, name: str, data: Data, interruption: Interruption) -
     shape = (options.batch, options.seq)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         start = checkpoints.latest_step or 0
+        if start > options.steps:
+            raise UsageError(f"--steps {options.steps}: the checkpoint of {name} in {options.out} is at step {start}")
         state = checkpoints.restore(training.abstract_state) if start else training.init()
         with (
             Record(name, folder / "metrics.jsonl", start) as record,
@@ -82,6 +84,8 @@ def train(options: Options, name: str, data: Data, interruption: Interruption) -
                 began += time.perf_counter() - paused  # the speed is that of training alone
                 if last:
                     break
+            if start == options.steps and start not in record.validation:  # it was stopped right there
+                record.evaluate(start, training.evaluate(state, data.validation_batches(options.eval_batches, *shape)))
     return record
 
 
@@ -107,6 +111,8 @@ def prepare(options: Options, data: Data) -> None:
 def run(options: Options) -> int:
     """Trains all runs of `options` and reports. Returns the exit code."""
     data = load(options.data, options.seq)
+    if (windows := options.eval_batches * options.batch) > len(data.validation):
+        raise UsageError(f"--eval-batches {options.eval_batches}: {windows} windows of {len(data.validation)} bytes")
     prepare(options, data)
     report.print_start(options, data)
     records = []
@@ -131,6 +137,8 @@ def main(argv: list[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         message = "the device's memory is too small for this run; lower --batch, --seq or --hidden, or raise --mesh"
+    except OSError as error:  # a full disk, a folder where a file should be
+        message = f"{error.filename or 'writing'}: {error.strerror or error}"
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

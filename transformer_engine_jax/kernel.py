@@ -130,7 +130,7 @@ class Kernel:
         given = [x for x in operands if x is not None]
         # Python's numbers are f32, whatever jax_enable_x64 says.
         present = align(*[jnp.asarray(x, jnp.float32 if isinstance(x, int | float) else None) for x in given])
-        call.axes(present)  # raises where a rank contradicts the rule
+        call.check(present)
         results = iter(kernel_p.bind(*present, call=call))
         full = [None if r is None else next(results) for r in call.result_shapes(present)]
         return self.result_type(*full) if self.result_type else full[0]
@@ -186,6 +186,25 @@ class _Call(NamedTuple):
         operand_ranks = [None if x is None else len(x.shape) for x in self.fill(present)]
         result_ranks = [None if r is None else len(r.shape) for r in self.result_shapes(present)]
         return _name_axes(self.kernel, dict(self.attributes), operand_ranks, result_ranks)
+
+    def check(self, present: Sequence[Any]) -> None:
+        """ValueError where ranks contradict the rule, or the reference has no result for these operands."""
+        kernel, attributes = self.kernel, dict(self.attributes)
+        for name, value in attributes.items():
+            if name.endswith("_axes") and value < 0:
+                raise ValueError(f"{kernel.name}: {name}: expected 0 or more, got {value}")
+        _name_axes(kernel, attributes, [None if x is None else len(x.shape) for x in self.fill(present)], ())
+        try:
+            self.axes(present)
+        except (TypeError, ValueError) as error:
+            if str(error).startswith(f"{kernel.name}:"):
+                raise
+            given = zip(kernel.operand_names, self.fill(present))
+            given = [f"{name} {x.dtype}{list(x.shape)}" for name, x in given if x is not None]
+            given += [f"{name}={value}" for name, value in attributes.items() if value is not None]
+            raise ValueError(
+                f"{kernel.name}: expected operands that fit together, got {', '.join(given)}: {error}"
+            ) from error
 
     def whole(self, axes: Axes) -> set[str]:
         whole = self.kernel._whole

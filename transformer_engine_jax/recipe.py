@@ -105,7 +105,7 @@ class DelayedScaling(Recipe):
         number = isinstance(self.margin, int | float) and not isinstance(self.margin, bool)
         _check(self, "margin", number and abs(self.margin) < 64, "a number of binades between -64 and 64")
         length = self.amax_history_len
-        _check(self, "amax_history_len", isinstance(length, int) and 1 <= length <= 65536, "an int from 1 to 65536")
+        _check(self, "amax_history_len", type(length) is int and 1 <= length <= 65536, "an int from 1 to 65536")
         algo = self.amax_compute_algo
         _check(
             self,

@@ -160,6 +160,8 @@ class ColumnSums {
 class FloatRows {
  public:
   FloatRows(const ffi::AnyBuffer& x, int64_t column_axes) : x_(matrix(x, column_axes)) {}
+  // Checks count elements, so a buffer's own axes may say otherwise.
+  FloatRows(const ffi::AnyBuffer& x, int64_t rows, int64_t cols) : x_{x.untyped_data(), x.element_type(), rows, cols} {}
   int64_t rows() const { return x_.rows; }
   int64_t cols() const { return x_.cols; }
   // Columns [first, first + n) of a row: where they lie, or widened into buffer[n].

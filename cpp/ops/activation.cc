@@ -64,7 +64,7 @@ ffi::Error ActivationBwd(ffi::ThreadPool pool, In dy, In z, In scale, Out dz, Ou
   const Check check = check_activation_bwd(dy, z, scale, dz, dz_t, amax, dbias, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
-  const FloatRows cotangent(dy, 1), input(z, 2);
+  const FloatRows input(z, 2), cotangent(dy, input.rows(), matrix(z, 1).cols);
   const Matrix to = result_matrix(dz, input.rows(), input.cols());
   const RowsResult result = rows_result(to, scale, dz_t, amax, data_or_null<float>(dbias));
   const int64_t n = cotangent.cols();

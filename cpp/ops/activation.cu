@@ -144,7 +144,7 @@ ffi::Error ActivationBwd(cudaStream_t stream, In dy, In z, In scale, Out dz, Out
   Check check = check_activation_bwd(dy, z, scale, dz, dz_t, amax, dbias, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
-  const Matrix m = matrix(dy, 1);
+  const Matrix m{dy.untyped_data(), dy.element_type(), matrix(z, 2).rows, matrix(z, 1).cols};
   if (present(dbias)) check_workspace(check, workspace, tile_partials(m.rows, m.cols * activation.inputs()));
   if (check.failed()) return check.error();
   Result out = fp8_or_float_result(dz, scale, dz_t, amax, m.rows, m.cols);

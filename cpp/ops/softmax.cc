@@ -81,20 +81,21 @@ ffi::Error SoftmaxFwd(ffi::ThreadPool pool, In x, In mask, In offset, Out y, Out
   const float* offsets = data_or_null<float>(offset);
   float* rests = data_or_null<float>(rest);
   const FloatRows input(x, 1);
-  store_rows(pool, {matrix(y, 1), 1.f, nullptr, nullptr, nullptr}, [&](int64_t row, float* values, float*) {
-    const int64_t n = visible_keys(s, attributes.causal, row);
-    const int64_t query = row % s.queries, head = row / s.queries, example = head / s.heads;
-    const uint8_t* hidden_row = hidden ? hidden + (example * s.queries + query) * s.keys : nullptr;
-    float top = scores_row(input.at(row, values, 0, n), hidden_row, attributes.scale_factor, values, n);
-    if (offsets) top = std::max(top, offsets[head]);
-    if (top == kNone) top = 0.f;
-    const float extra = offsets ? std::exp(offsets[head] - top) : 0.f;
-    const float sum = exponentials_row(values, top, n) + extra;
-    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    scale_row(values, inverse, n);
-    std::fill(values + n, values + s.keys, 0.f);
-    if (rests) rests[row] = extra * inverse;
-  });
+  store_rows(pool, {result_matrix(y, s.rows(), s.keys), 1.f, nullptr, nullptr, nullptr},
+             [&](int64_t row, float* values, float*) {
+               const int64_t n = visible_keys(s, attributes.causal, row);
+               const int64_t query = row % s.queries, head = row / s.queries, example = head / s.heads;
+               const uint8_t* hidden_row = hidden ? hidden + (example * s.queries + query) * s.keys : nullptr;
+               float top = scores_row(input.at(row, values, 0, n), hidden_row, attributes.scale_factor, values, n);
+               if (offsets) top = std::max(top, offsets[head]);
+               if (top == kNone) top = 0.f;
+               const float extra = offsets ? std::exp(offsets[head] - top) : 0.f;
+               const float sum = exponentials_row(values, top, n) + extra;
+               const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+               scale_row(values, inverse, n);
+               std::fill(values + n, values + s.keys, 0.f);
+               if (rests) rests[row] = extra * inverse;
+             });
   return ffi::Error::Success();
 }
 
@@ -103,16 +104,17 @@ ffi::Error SoftmaxBwd(ffi::ThreadPool pool, In dy, In y, Out dx, Out dot, Softma
   const SoftmaxShape s = check_softmax_bwd(check, dy, y, dx, dot);
   if (check.failed()) return check.error();
   float* dots = data_or_null<float>(dot);
-  const FloatRows cotangent(dy, 1), weights(y, 1);
-  store_rows(pool, {matrix(dx, 1), 1.f, nullptr, nullptr, nullptr}, [&](int64_t row, float* values, float* scratch) {
-    const int64_t n = visible_keys(s, attributes.causal, row);
-    const float* dy_row = cotangent.at(row, scratch, 0, n);
-    const float* y_row = weights.at(row, values, 0, n);
-    const float sum = dot_row(dy_row, y_row, n);
-    gradient_row(dy_row, y_row, sum, attributes.scale_factor, values, n);
-    std::fill(values + n, values + s.keys, 0.f);
-    if (dots) dots[row] = sum;
-  });
+  const FloatRows cotangent(dy, s.rows(), s.keys), weights(y, 1);
+  store_rows(pool, {result_matrix(dx, s.rows(), s.keys), 1.f, nullptr, nullptr, nullptr},
+             [&](int64_t row, float* values, float* scratch) {
+               const int64_t n = visible_keys(s, attributes.causal, row);
+               const float* dy_row = cotangent.at(row, scratch, 0, n);
+               const float* y_row = weights.at(row, values, 0, n);
+               const float sum = dot_row(dy_row, y_row, n);
+               gradient_row(dy_row, y_row, sum, attributes.scale_factor, values, n);
+               std::fill(values + n, values + s.keys, 0.f);
+               if (dots) dots[row] = sum;
+             });
   return ffi::Error::Success();
 }
 

@@ -142,8 +142,9 @@ inline Check add_update(States& states, float fp8_max, const In& reports, const 
   const Matrix r = matrix(reports, 1), h = matrix(history, 1);
   check.that(r.rows == h.rows, "reports", "one row for each state", reports);
   check_like_first(check, states, history, h);
+  if (states.count == 0) states.bins = static_cast<int>(r.cols);
+  check.that(r.cols == states.bins, "reports", "as many bins as the first state's", reports);
   if (check.failed()) return check;
-  states.bins = static_cast<int>(r.cols);
   states.state[states.count++] = {r.as<float>(),
                                   scale.typed_data<float>(),
                                   h.as<float>(),

@@ -40,11 +40,12 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
     def restore(self, abstract_state: TrainState) -> TrainState:
-        """The latest state, laid out as `abstract_state` says. Raises UsageError where it is another model's."""
+        """The latest state, laid out as `abstract_state` says. Raises UsageError where it can't be."""
         try:
             return self._manager.restore(self.latest_step, args=ocp.args.StandardRestore(abstract_state))
         except (ValueError, KeyError) as error:
-            raise UsageError(f"--resume: the checkpoint in {self._manager.directory} is of another model") from error
+            where = self._manager.directory / str(self.latest_step)
+            raise UsageError(f"--resume: the checkpoint {where} is damaged or of another model") from error
 
 
 class Interruption:

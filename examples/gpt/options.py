@@ -83,12 +83,23 @@ class _Parser(argparse.ArgumentParser):
 def _mesh(text: str) -> tuple[int, int]:
     """(4, 2) of "data=4,model=2"."""
     sizes = {"data": 1, "model": 1}
-    for item in text.split(","):
-        name, _, size = item.partition("=")
-        if name not in sizes or not size.isdecimal() or int(size) < 1:
+    items = [item.partition("=") for item in text.split(",")]
+    for name, _, size in items:
+        if name not in sizes or not size.isdecimal() or int(size) < 1 or [item[0] for item in items].count(name) > 1:
             raise argparse.ArgumentTypeError(f"expected something like data=4,model=2, got '{text}'")
         sizes[name] = int(size)
     return sizes["data"], sizes["model"]
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty one")
+    return os.path.abspath(text)
+
+
+def _folder(text: str) -> Path:
+    _path(text)
+    return Path(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--recipe", choices=PRECISIONS, help="train in this precision only; without it, compare")
     add("--compare", action="store_true", help="train the baseline as well as the FP8 --recipe (default: delayed)")
-    add("--data", type=os.path.abspath, metavar="PATH", help="file or folder (default: Python's standard library)")
+    add("--data", type=_path, metavar="PATH", help="file or folder (default: Python's standard library)")
     for name in (*SIZES, "warmup"):
         add(f"--{name}", type=int, metavar="N")
     add("--lr", type=float, help="peak learning rate")
@@ -110,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-every", type=int, metavar="STEPS")
     add("--eval-batches", type=int, metavar="N")
     add("--checkpoint-every", type=int, metavar="STEPS")
-    add("--out", type=Path, metavar="DIR", help="where results go (default: a new folder in runs/)")
+    add("--out", type=_folder, metavar="DIR", help="where results go (default: a new folder in runs/)")
     add("--resume", action="store_true", help="continue the run in --out")
     return parser
 
@@ -123,8 +134,13 @@ def parse(argv: list[str] | None = None) -> Options:
     _emulate_devices(mesh[0] * mesh[1])
     known = {field.name for field in fields(Options)}
     values = {name: value for name, value in saved.items() if name in known} | given | {"mesh": mesh}
-    options = _complete(values)
-    _check(options)
+    try:
+        options = _complete(values)
+        _check(options)
+    except TypeError:
+        if not saved:
+            raise
+        raise UsageError(f"--resume: {given['out'] / 'options.json'} is damaged") from None
     return options
 
 

@@ -1,11 +1,21 @@
 """What a run measured, kept in memory for the report and as JSON lines for everybody else."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 LAST_STEPS = 20  # the final training loss is a mean over these; a single batch is too noisy
+
+
+def _read(path: Path) -> Iterator[dict]:
+    """The lines that are there, up to one that a killed process left unfinished."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
 
 
 class Record:
@@ -17,7 +27,7 @@ class Record:
         self.losses: dict[int, float] = {}
         self.validation: dict[int, float] = {}
         self.tokens_per_second = 0.0
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = list(_read(path))
         self._file = path.open("w")
         for line in lines:
             if line["step"] <= resume_at:

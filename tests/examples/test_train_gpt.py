@@ -106,6 +106,8 @@ def test_resumed_run_equals_uninterrupted(finished, tmp_path, recipe):
     whole, resumed = finished(recipe), tmp_path
     shutil.copytree(whole, resumed, dirs_exist_ok=True)
     shutil.rmtree(resumed / recipe / "checkpoints" / "6")
+    with (resumed / recipe / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 481, "lo')  # what a killed process may leave
     assert train_gpt.main(["--out", str(resumed), "--resume"]) == 0
     tolerance = 0 if jax.default_backend() == "cpu" else 1e-2  # a GPU's GEMMs may sum in another order each time
     for kind in ("loss", "validation_loss"):
@@ -115,6 +117,15 @@ def test_resumed_run_equals_uninterrupted(finished, tmp_path, recipe):
     states = [jax.tree.leaves(final_state(out / recipe)) for out in (whole, resumed)]
     for a, b in zip(*states, strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+def test_a_run_that_was_stopped_at_its_end_is_evaluated(finished, tmp_path):
+    shutil.copytree(finished("f32"), tmp_path, dirs_exist_ok=True)
+    metrics = tmp_path / "f32" / "metrics.jsonl"
+    metrics.write_text("".join(f"{json.dumps({'step': n, 'loss': 2.0, 'tokens_per_second': 1.0})}\n" for n in range(7)))
+    assert train_gpt.main(["--out", str(tmp_path), "--resume"]) == 0
+    expected = losses(finished("f32") / "f32", "validation_loss")[6]
+    assert losses(tmp_path / "f32", "validation_loss") == {6: pytest.approx(expected, rel=1e-3)}
 
 
 def test_checkpoint_holds_fp8_state(finished):
@@ -180,6 +191,11 @@ def test_ctrl_c_in_the_shell(text, tmp_path):
 
 MISTAKES = {
     "missing data": ("--data /nowhere/at/all", "/nowhere/at/all: no such file"),
+    "no data": ("--data=", "expected a path, got an empty one"),
+    "no out": ("--out=", "expected a path, got an empty one"),
+    "too much validation": ("--eval-batches 1000000000000", "--eval-batches 1000000000000: 8000000000000 windows of"),
+    "mesh axis twice": ("--mesh data=4,data=2", "expected something like data=4,model=2"),
+    "metrics cannot be written": ("--recipe f32 --out {tmp}/taken", "metrics.jsonl: Is a directory"),
     "empty folder": ("--data {tmp}/empty", "holds no bytes"),
     "too little data": ("--seq 50000", "too few for --seq 50000"),
     "unknown recipe": ("--recipe fp4", "invalid choice: 'fp4'"),
@@ -206,6 +222,7 @@ MISTAKES = {
 @pytest.mark.parametrize("args, message", MISTAKES.values(), ids=MISTAKES)
 def test_mistake_is_one_clear_line(train, text, tmp_path, capsys, args, message):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "taken" / "f32" / "metrics.jsonl").mkdir(parents=True)
     assert train("--steps", 4, *args.format(tmp=tmp_path, text=text).split()) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -232,8 +249,13 @@ def test_mistakes_about_earlier_runs(finished, text, tmp_path, capsys):
     assert "the data isn't what the run" in capsys.readouterr().err
     (out / "options.json").write_text(json.dumps(options | {"mlp": 32}))
     assert train_gpt.main(["--out", str(out), "--resume"]) == 2
-    assert "is of another model" in capsys.readouterr().err
+    assert "is damaged or of another model" in capsys.readouterr().err
+    (out / "options.json").write_text(json.dumps(options | {"heads": "two"}))
+    assert train_gpt.main(["--out", str(out), "--resume"]) == 2
+    assert "options.json is damaged" in capsys.readouterr().err
     (out / "options.json").write_text(json.dumps(options))
+    assert train_gpt.main(["--out", str(out), "--resume", "--steps", "1"]) == 2
+    assert f"--steps 1: the checkpoint of f32 in {out} is at step" in capsys.readouterr().err
     shutil.rmtree(out / "f32" / "checkpoints")
     assert train_gpt.main(["--out", str(out), "--resume"]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err

@@ -313,8 +313,14 @@ def test_low_rank_adaptation_of_cross_attention_is_one_more_kernel(fused, scope,
     [
         ({"low_rank_adaptation_scope": "some"}, {}, "low_rank_adaptation_scope: expected one of .*got 'some'"),
         ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
-        ({"num_attention_heads": 0}, {}, "num_attention_heads: expected a positive number, got 0"),
-        ({"window_size": 3}, {}, "window_size: expected .left, right. or None, got 3"),
+        ({"num_attention_heads": 0}, {}, "num_attention_heads: expected a positive integer, got 0"),
+        ({"num_gqa_groups": 0}, {}, "num_gqa_groups: expected a positive integer, got 0"),
+        ({"score_mod": 3}, {}, r"score_mod: expected a function of \(scores, .* got 3"),
+        ({"window_size": "ab"}, {}, r"window: expected \(left, right\), .* got 'ab'"),
+        ({"layernorm_epsilon": -1}, {}, "epsilon: expected 0 or more, got -1"),
+        ({"qk_norm_type": "rmsnorm", "qk_norm_epsilon": -1}, {}, "epsilon: expected 0 or more, got -1"),
+        ({"input_layernorm": False, "layernorm_type": "batchnorm"}, {}, "layernorm_type: .* got 'batchnorm'"),
+        ({"window_size": 3}, {}, r"window: expected \(left, right\), .* got 3"),
         ({"attention_dropout": 1.0}, {}, r"attention_dropout: expected a rate in \[0, 1\), got 1.0"),
         (
             {"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (-1, 9)},
@@ -322,9 +328,14 @@ def test_low_rank_adaptation_of_cross_attention_is_one_more_kernel(fused, scope,
             "windows: expected two positive numbers, got .-1, 9.",
         ),
         (
+            {"enable_rotary_pos_emb": True, "rotary_pos_emb_windows": (1, 2, 3)},
+            {},
+            "windows: expected two positive numbers, got .1, 2, 3.",
+        ),
+        (
             {"low_rank_adaptation_scope": "all", "low_rank_adaptation_dim": 0},
             {},
-            "low_rank_adaptation_dim: expected a positive number, got 0",
+            "low_rank_adaptation_dim: expected a positive integer, got 0",
         ),
         ({"attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs .*mask="),
         (
@@ -345,6 +356,8 @@ def test_low_rank_adaptation_of_cross_attention_is_one_more_kernel(fused, scope,
         ),
         ({"attn_mask_type": "padding"}, {"mask": PADDING[..., :5]}, "mask: expected a shape that broadcasts to"),
         ({"attn_mask_type": "padding"}, {"mask": PADDING[0]}, "mask: expected a shape that broadcasts to"),
+        ({"attn_mask_type": "padding"}, {"sequence_descriptor": SequenceDescriptor()}, "seqlens: expected a pair of"),
+        ({}, {"mask": np.ones((9, 9), bool)}, r"mask: expected a shape that broadcasts to .*got \(9, 9\)"),
         ({}, {"bias": BIAS[:, :3]}, "bias: expected a shape that broadcasts to"),
         (
             {"attn_mask_type": "padding", "enable_rotary_pos_emb": True},
@@ -432,14 +445,15 @@ def test_empty_batches_and_sequences():
 @pytest.mark.parametrize(
     "fields, q_seqlen, message",
     [
-        ((2, 128), 3, "num_buckets: expected 4 or more with bidirectional=True, got 2"),
-        ((32, 8), 3, "max_distance: expected 9 or more with bidirectional=True, got 8"),
-        ((32, 128), -1, "q_seqlen: expected 0 or more"),
+        ((2, 128, 2), 3, "num_buckets: expected 4 or more with bidirectional=True, got 2"),
+        ((32, 8, 2), 3, "max_distance: expected 9 or more with bidirectional=True, got 8"),
+        ((32, 128, 2), -1, "q_seqlen: expected 0 or more"),
+        ((8, 20, 0), 3, "num_attention_heads: expected a positive integer, got 0"),
     ],
 )
 def test_relative_positions_that_do_not_fit_are_named(fields, q_seqlen, message):
-    with pytest.raises(ValueError, match=f"RelativePositionBiases: {message}"):
-        RelativePositionBiases(*fields, 2).init(jax.random.key(0), q_seqlen, 3)
+    with pytest.raises(ValueError, match=f"RelativePositionBiases.*{message}"):
+        RelativePositionBiases(*fields).init(jax.random.key(0), q_seqlen, 3)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

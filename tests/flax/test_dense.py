@@ -352,7 +352,13 @@ def test_sharded_is_unsharded(resource, explicit):
             r"expected 3 logical axes for x\[4, 8, 64\], got \('batch',\)",
         ),
         (LayerNormDenseGeneral(features=5, axis=(-2, -1)), r"axis: expected -1, the axis of the norm, got \(-2, -1\)"),
-        (LayerNormDenseGeneral(features=5, layernorm_type="rms"), "expected 'layernorm' or 'rmsnorm', got 'rms'"),
+        (LayerNormDenseGeneral(features=5, layernorm_type="rms"), "layernorm_type: expected one of .*got 'rms'"),
+        (
+            LayerNormDenseGeneral(features=5, layernorm_type="rms", enable_layernorm=False),
+            "layernorm_type: expected one of .*got 'rms'",
+        ),
+        (LayerNormDenseGeneral(features=5, epsilon=-1), "epsilon: expected 0 or more, got -1"),
+        (LayerNormDenseGeneral(features=5, depth_scaling=0), "depth_scaling: expected a divisor or None, got 0"),
         (
             DenseGeneral(features=5, parameters_split=("a", "b")),
             "parameters_split: expected distinct names whose sizes",

@@ -1,7 +1,10 @@
 """Every field of every module does something, and what it names, starts or shards is what it should."""
 
+import contextlib
+import functools
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -39,17 +42,13 @@ def low_rank(switch: str, value) -> dict:
     return {**switched, "low_rank_adaptation_dim": With(4, switched), "low_rank_adaptation_alpha": With(8.0, switched)}
 
 
-# What each module is made with, in the order of NNX's sizes.
-SIZES = {
+BASE = {
     "DenseGeneral": dict(features=6),
     "LayerNormDenseGeneral": dict(features=6),
+    "LayerNormMLP": dict(intermediate_dim=24),
     "DotProductAttention": dict(head_dim=SIZE, num_attention_heads=HEADS),
     "MultiHeadAttention": dict(head_dim=SIZE, num_attention_heads=HEADS),
     "RelativePositionBiases": dict(num_buckets=8, max_distance=16, num_attention_heads=HEADS),
-}
-BASE = {
-    **SIZES,
-    "LayerNormMLP": dict(intermediate_dim=24),
     "TransformerLayer": dict(
         hidden_size=HIDDEN, mlp_hidden_size=24, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
     ),
@@ -92,7 +91,7 @@ CORE = dict(  # of all that have attention inside
     checkpoint_core_attention=True,
     **RING,
     context_parallel_strategy=With("RING", RING),
-    context_parallel_causal_load_balanced=With(True, dict(**RING, enable_relative_embedding=False)),
+    context_parallel_causal_load_balanced=With(True, RING),
 )
 ATTENTION = dict(  # of MultiHeadAttention and TransformerLayer
     **CORE,
@@ -171,7 +170,7 @@ CHANGES = {
         **CORE,
         head_dim=8,
         attn_mask_type="no_mask",
-        attn_bias_type="pre_scale_bias",
+        attn_bias_type=With("pre_scale_bias", dict(attn_bias_type="post_scale_bias")),
         qkv_layout="bs3hd",
         scale_factor=2.0,
         context_checkpoint_name="mine",
@@ -183,7 +182,7 @@ CHANGES = {
         return_layernorm_output=True,
         kernel_init=constant(2.0),
         attn_mask_type="no_mask",
-        attn_bias_type="pre_scale_bias",
+        attn_bias_type=With("pre_scale_bias", dict(attn_bias_type="post_scale_bias")),
     ),
     "RelativePositionBiases": dict(
         num_buckets=16,
@@ -194,7 +193,8 @@ CHANGES = {
         dtype=jnp.bfloat16,
     ),
     "TransformerLayer": dict(
-        **ATTENTION,
+        **ATTENTION
+        | dict(context_parallel_causal_load_balanced=With(True, dict(**RING, enable_relative_embedding=False))),
         hidden_size=32,
         mlp_hidden_size=32,
         hidden_dropout=0.5,
@@ -209,7 +209,7 @@ CHANGES = {
         output_layernorm=True,
         layer_type=DECODER,
         self_attn_mask_type="no_mask",
-        self_attn_bias_type="pre_scale_bias",
+        self_attn_bias_type=With("pre_scale_bias", dict(self_attn_bias_type="post_scale_bias")),
         enable_relative_embedding=False,
         relative_embedding=te_flax.RelativePositionBiases(8, 16, HEADS),
         drop_path=0.5,
@@ -234,62 +234,84 @@ def arguments(name: str, fields: dict) -> tuple[tuple, dict]:
     """What a module with these fields is called with."""
     if name == "RelativePositionBiases":
         return (S, S), {}
+    biases = {"attn_bias_type": "bias", "self_attn_bias_type": "core_attention_bias"}
+    call = {argument: BIAS for field, argument in biases.items() if field in fields}
     if name == "DotProductAttention":
-        heads, dim = fields["num_attention_heads"], fields["head_dim"]
-        shapes = [(B, S, n, dim) for n in (heads, *[fields.get("num_gqa_groups", heads)] * 2)]
+        heads, size = fields["num_attention_heads"], fields["head_dim"]
+        shapes = [(B, S, n, size) for n in (heads, *[fields.get("num_gqa_groups", heads)] * 2)]
         arrays = tuple(jnp.zeros(shape) for shape in shapes)
-        arrays = (jnp.stack(arrays, axis=2),) if "qkv_layout" in fields else arrays
-        return arrays, dict(bias=BIAS) if "attn_bias_type" in fields else {}
+        return (jnp.stack(arrays, axis=2),) if "qkv_layout" in fields else arrays, call
     x = jnp.zeros((B, S, fields.get("hidden_size", HIDDEN)))
-    call = dict(bias=BIAS) if "attn_bias_type" in fields else {}
-    call |= dict(core_attention_bias=BIAS) if "self_attn_bias_type" in fields else {}
-    call |= dict(encoded=x) if "layer_type" in fields else {}
-    return (x,), call
+    return (x,), call | (dict(encoded=x) if "layer_type" in fields else {})
 
 
+@contextlib.contextmanager
 def on_a_mesh(recipe=DELAYED):
-    """Where axes of activations and names of what is quantized show."""
+    """Where the axes of activations show, and in FP8 the names of what is quantized."""
     resource = te.MeshResource(dp_resource="data", tp_resource="model")
-    return testing.on_mesh(testing.mesh_of((2, 2), ("data", "model"))), steps.autocast(recipe, mesh_resource=resource)
+    mesh = testing.mesh_of((2, 2), ("data", "model"))
+    with testing.on_mesh(mesh), steps.autocast(recipe, mesh_resource=resource):
+        yield
 
 
-def program(name: str, fields: dict, recipe=DELAYED) -> tuple:
-    """All that a Linen module with these fields computes, from a seed to its outputs, and its parameters' layout."""
-    known = inspect.signature(getattr(te_flax, name)).parameters
-    fields = {**BASE.get(name, {}), **{field: value for field, value in fields.items() if field in known}}
+class Program(NamedTuple):
+    """What a module computes from a seed to its outputs; constants, and each parameter's shape, dtype and axes."""
+
+    text: str
+    constants: list
+    layout: dict[str, tuple]
+    outputs: jax.tree_util.PyTreeDef
+
+    @classmethod
+    def of(cls, jaxpr, layout: dict[str, tuple], out):
+        return cls(str(jaxpr), [np.asarray(c).tobytes() for c in jaxpr.consts], layout, jax.tree.structure(out))
+
+
+def program(name: str, fields: dict, recipe=DELAYED) -> Program:
+    fields = {**BASE.get(name, {}), **fields}
     module, (args, call) = getattr(te_flax, name)(**fields), arguments(name, fields)
     run = lambda keys: module.init_with_output(keys, *args, **call)
-    mesh, autocast = on_a_mesh(recipe)
-    with mesh, autocast:
+    with on_a_mesh(recipe):
         keys = {stream: jax.random.key(0) for stream in ("params", "dropout", "mine")}
         jaxpr, (out, variables) = jax.make_jaxpr(run, return_shape=True)(keys)
-    constants = [(c.shape, str(c.dtype), np.asarray(c).tobytes()) for c in jaxpr.consts]
-    return str(jaxpr), constants, steps.layout(variables) if variables else {}, jax.tree.structure(out)
+    return Program.of(jaxpr, steps.layout(variables) if variables else {}, out)
 
 
-def changed(change) -> tuple[Any, dict]:
-    return change if isinstance(change, With) else (change, {})
+def fields_of(module: type) -> set[str]:
+    return inspect.signature(module.__init__).parameters.keys() - {"self", "parent", "name", "rngs"}
 
 
 def every(table: dict) -> list:
     return [pytest.param(name, field, id=f"{name}.{field}") for name, fields in table.items() for field in fields]
 
 
+@functools.cache
+def by_default(program: Callable, name: str) -> Program:
+    return program(name, {})
+
+
+def before_and_after(program: Callable, change, name: str, field: str) -> list[Program]:
+    """What a module computes without and with a change of a field."""
+    value, others = change if isinstance(change, With) else (change, {})
+    before = program(name, others) if others else by_default(program, name)
+    return [before, program(name, {**others, field: value})]
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_all_fields_are_here(name):
-    fields = set(inspect.signature(getattr(te_flax, name)).parameters) - {"parent", "name"}
-    assert fields == set(CHANGES[name]) | set(NO_EFFECT.get(name, {}))
+    assert fields_of(getattr(te_flax, name)) == CHANGES[name].keys() | NO_EFFECT.get(name, {}).keys()
 
 
 @pytest.mark.parametrize("name, field", every(CHANGES))
 def test_a_field_changes_what_is_computed(name, field):
-    value, others = changed(CHANGES[name][field])
-    assert program(name, {**others, field: value}) != program(name, others)
+    before, after = before_and_after(program, CHANGES[name][field], name, field)
+    assert before != after
 
 
 @pytest.mark.parametrize("name, field", every(NO_EFFECT))
 def test_a_field_that_says_what_is_so_anyway_changes_nothing(name, field):
-    assert program(name, {field: NO_EFFECT[name][field]}) == program(name, {})
+    before, after = before_and_after(program, NO_EFFECT[name][field], name, field)
+    assert before == after
 
 
 # --- Initial values --------------------------------------------------------------------------------------------------
@@ -424,7 +446,7 @@ AXES = {
 @pytest.mark.parametrize("case", AXES)
 def test_parameters_carry_the_axes_asked_for(case):
     name, fields, expected = AXES[case]
-    layout = program(name, fields)[2]
+    layout = program(name, fields).layout
     assert {path: axes for path, (_, _, axes) in layout.items()} == expected
 
 
@@ -455,7 +477,7 @@ def shards_and_steps(jaxpr: str) -> str:
 @pytest.mark.parametrize("case", SHARDS)
 def test_inputs_are_sharded_as_asked_just_before_their_step(case):
     name, fields, expected = SHARDS[case]
-    assert shards_and_steps(program(name, fields, recipe=None)[0]) == expected
+    assert shards_and_steps(program(name, fields, recipe=None).text) == expected
 
 
 # --- Names, dropout, precision ---------------------------------------------------------------------------------------
@@ -479,22 +501,26 @@ QUANTIZED = {
 }
 
 
-def names_of(program: tuple) -> list[str]:
+def names_of(program: Program) -> list[str]:
     """The checkpoint names in a program, as often as they are given."""
-    return sorted(re.findall(r"name\[name=(\w+)\]", program[0]))
+    return sorted(re.findall(r"name\[name=(\w+)\]", program.text))
 
 
-def names_in_fp8(program: tuple) -> list[str]:
+def names_in_fp8(program: Program) -> list[str]:
     """Those of arrays in FP8."""
-    return re.findall(r":f8_\w+\[[\d,]*\] = name\[name=(\w+)\]", program[0])
+    return re.findall(r":f8_\w+\[[\d,]*\] = name\[name=(\w+)\]", program.text)
+
+
+def assert_renames(program: Callable, name: str, field: str, others: dict) -> None:
+    """What has the field's default for a checkpoint name has another if that is asked for; all else is as it was."""
+    default = inspect.signature(getattr(te_flax, name)).parameters[field].default
+    before, after = map(names_of, before_and_after(program, With("mine", others), name, field))
+    assert default in before and after == sorted("mine" if one == default else one for one in before)
 
 
 @pytest.mark.parametrize("case", NAMES)
 def test_what_had_a_checkpoint_name_has_the_one_asked_for(case):
-    name, field, others = NAMES[case]
-    default = inspect.signature(getattr(te_flax, name)).parameters[field].default
-    before, after = (names_of(program(name, {**others, **more})) for more in ({}, {field: "mine"}))
-    assert default in before and after == sorted("mine" if one == default else one for one in before)
+    assert_renames(program, *NAMES[case])
 
 
 @pytest.mark.parametrize("case", QUANTIZED)

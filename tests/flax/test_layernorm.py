@@ -53,9 +53,11 @@ def test_bf16_in_bf16_out():
     testing.assert_close(y, emulated.norm(x, p["scale"], p["ln_bias"]), BF16)
 
 
-def test_an_unknown_type_is_named():
-    with pytest.raises(ValueError, match="layernorm_type: expected 'layernorm' or 'rmsnorm', got 'batchnorm'"):
+def test_misuse_is_named():
+    with pytest.raises(ValueError, match="layernorm_type: expected one of .*got 'batchnorm'"):
         steps.init(LayerNorm(layernorm_type="batchnorm"), X)
+    with pytest.raises(ValueError, match="LayerNorm.epsilon: expected 0 or more, got -1"):
+        steps.init(LayerNorm(epsilon=-1), X)
     with pytest.raises(ValueError, match=r"scale: expected 1 logical axes for the shape \(64,\), got \('a', 'b'\)"):
         steps.init(LayerNorm(scale_axes=("a", "b")), X)
 

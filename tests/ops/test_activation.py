@@ -268,6 +268,8 @@ def test_activations_without_a_kernel():
     "message, call",
     {
         "activation: activations: expected some of .* got 'swish'": lambda z: activation(z, "swish"),
+        "activation: activations: expected some of .* got 3": lambda z: activation(z, (3,)),
+        "activation: activations: expected some of .* got 4": lambda z: activation(z, 4),
         "activation: activations: expected at least one": lambda z: activation(z, ()),
         "activation: params: expected none for": lambda z: activation(z, "silu", {"limit": 7.0}),
         "activation: params: expected some of .* got 'beta'": lambda z: activation(z, "clamped_silu", {"beta": 7.0}),

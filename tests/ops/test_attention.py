@@ -219,6 +219,9 @@ DESCRIPTOR = SequenceDescriptor.from_seqlens(jnp.array([3, 4]))
         ({}, {"softmax_type": "sparse"}, {}, "softmax_type: expected one of .*got 'sparse'"),
         ({}, {"dropout": 1.0}, {}, r"dropout: expected a rate in \[0, 1\), got 1.0"),
         ({}, {"window": (-2, 0)}, {}, r"window: expected \(left, right\).*got \(-2, 0\)"),
+        ({}, {"window": ("a", "b")}, {}, r"window: expected \(left, right\).*got \('a', 'b'\)"),
+        ({}, {"window": (np.nan, 0)}, {}, r"window: expected \(left, right\).*got \(nan, 0\)"),
+        ({}, {"score_mod": 3}, {}, r"score_mod: expected a function of \(scores, .*got 3"),
         ({}, {"window": (3,)}, {}, r"window: expected \(left, right\).*got \(3,\)"),
     ],
 )  # fmt: skip

@@ -166,11 +166,15 @@ ONES = np.ones((B, S), int)
         ("ids", (ONES[0],), r"segment_ids: expected integers of rank 2, got int32\[16\]"),
         ("ids", (ONES, ONES[:, :2]), r"segment_pos: expected \[3, 16\], got \[3, 2\]"),
         ("ids", ((ONES, ONES[:, :8]),), r"segment_ids of the keys: expected \[3, 16\], got \[3, 8\]"),
+        ("nothing", (), "seqlens: expected a pair of arrays, .* got None; make one with a from_... method"),
+        ("fields", ((ONES[:, 0], None),), r"seqlens: expected a pair of arrays, .* got \(\(3,\), None\)"),
+        ("fields", (None, None, (None, ONES)), r"segment_ids: expected a pair of arrays, .* got \(None, \(3, 16\)\)"),
+        ("fields", (ONES[:, 0],), r"seqlens: expected a pair of arrays, .* got \(3,\)"),
     ],
 )
 def test_misuse_is_named(make, arrays, message):
     with pytest.raises(ValueError, match=message):
-        sequences = MAKE[make](*arrays)
+        sequences = MAKE.get(make, SequenceDescriptor)(*arrays)
         dot_product_attention(QUERY, KEY, VALUE, options=Attention(1.0), sequence_descriptor=sequences)
 
 

@@ -78,6 +78,7 @@ def test_options():
         ((Q, K, V), dict(attn_mask_type="padding"), "expected a sequence_descriptor with a padding mask"),
         ((Q, K, V), dict(sequence_descriptor=LENGTHS), "expected a sequence_descriptor with a padding mask"),
         ((Q, K, V), dict(qkv_layout="thd_thd_thd"), "which packed layouts need"),
+        ((Q, K, V), dict(window_size=3), r"window: expected \(left, right\).*got 3"),
         ((Q, K, V), dict(bias=BIAS), "bias: expected none with attn_bias_type='no_bias'"),
         ((Q, K, V), dict(attn_bias_type="post_scale_bias"), "bias: expected one with"),
     ],

@@ -250,6 +250,8 @@ def test_result_dtype_may_differ_from_the_input(implementation, centred, result)
         r"layernorm: beta: expected \[8\].*got \[1, 8\]": lambda x, g: layernorm(x, g, g[None]),
         r"layernorm: x: expected f32, f16 or bf16, got int32": lambda x, g: layernorm(x.astype(int), g, g),
         r"rmsnorm: gamma: expected f32, f16 or bf16, got int32": lambda x, g: rmsnorm(x, g.astype(int)),
+        "rmsnorm: epsilon: expected 0 or more, got -1": lambda x, g: rmsnorm(x, g, epsilon=-1),
+        "layernorm: epsilon: expected 0 or more, got nan": lambda x, g: layernorm(x, g, g, epsilon=np.nan),
         r"rmsnorm: x: expected at least one axis": lambda x, g: rmsnorm(jnp.float32(1), g),
         r"rmsnorm_fwd: dtype: expected FP8 with a scale": lambda x, g: rmsnorm_fwd(x, g, jnp.float32(1), epsilon=0.0),
         r"layernorm_fwd: scale: .*transposed copy": lambda x, g: layernorm_fwd(x, g, g, None, epsilon=0.0, y_t=True),

@@ -142,3 +142,13 @@ def test_shapes_that_do_not_fit_are_named(fp8):
         run(x, gamma, beta, kernel, bias[0])
     with pytest.raises(ValueError, match="x: expected f32, f16 or bf16, got int32"):
         run(np.ones(x.shape, np.int32), gamma, beta, kernel, bias)
+    with pytest.raises(ValueError, match="epsilon: expected 0 or more, got -1"):
+        run(x, gamma, beta, kernel, bias, norm_options=Norm(-1))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_lists_and_an_integer_epsilon_will_do(fp8):
+    arrays, _ = inputs()
+    run = partial(layernorm_dense, quantizers=emulated.quantizers(emulated.states(), DELAYED) if fp8 else None)
+    got = run(*[a.tolist() for a in arrays], norm_options=Norm(0))
+    testing.assert_same_bytes(got, run(*arrays, norm_options=Norm(0.0)))

@@ -243,3 +243,16 @@ def test_shapes_that_do_not_fit_are_named(fp8):
         run(x, gamma, beta, (k1, k2), activations=("gelu", "linear"))
     with pytest.raises(ValueError, match=r"activations: expected some of .*got 'tanh'"):
         run(x, gamma, beta, (k1, k2), activations=("tanh",))
+    with pytest.raises(ValueError, match=r"activations: expected some of .*got 3"):
+        run(x, gamma, beta, (k1, k2), activations=3)
+    with pytest.raises(ValueError, match="epsilon: expected 0 or more, got -1"):
+        run(x, gamma, beta, (k1, k2), norm_options=Norm(-1))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_lists_and_an_integer_epsilon_will_do(fp8):
+    arrays, _ = inputs("layernorm gelu")
+    quantizers = tuple(emulated.quantizers(s, DELAYED) for s in states()) if fp8 else None
+    run = partial(layernorm_mlp, quantizers=quantizers, residual=True)
+    got = run(*jax.tree.map(lambda a: a.tolist(), arrays), norm_options=Norm(0))
+    testing.assert_same_bytes(got, run(*arrays, norm_options=Norm(0.0)))

@@ -121,3 +121,11 @@ def test_kernels_that_do_not_fit_are_named():
         layernorm_projections(x, gamma, beta, [jnp.zeros((K, 4, 8))], [None])
     with pytest.raises(ValueError, match=r"kernel has K=\[32\] but x has K=\[64\]"):
         layernorm_projections(x, gamma, beta, [jnp.zeros((32, 8))], [None])
+    with pytest.raises(ValueError, match="epsilon: expected 0 or more, got -1"):
+        layernorm_projections(x, gamma, beta, [jnp.zeros((K, 8))], [None], norm_options=Norm(-1))
+
+
+def test_lists_will_do():
+    arrays, _ = inputs("qkv, biases")
+    got = layernorm_projections(*jax.tree.map(lambda a: a.tolist(), arrays))
+    testing.assert_same_bytes(got, layernorm_projections(*arrays))

@@ -1,5 +1,6 @@
 """rope: against multiplication by complex numbers, and what makes it a position embedding."""
 
+import re
 from functools import partial
 
 import emulated
@@ -217,6 +218,12 @@ def test_nothing(implementation, shape):
 def test_misuse_is_named(message, call):
     with pytest.raises(ValueError, match=f"rope: {message}"):
         call(jnp.asarray(X), rope_frequencies(D))
+
+
+@pytest.mark.parametrize("windows", [(1, 2, 3), (1, 0), "ab", ("a", "b"), 5, None], ids=str)
+def test_misuse_of_windows_is_named(windows):
+    with pytest.raises(ValueError, match=f"windows: expected two positive numbers, got {re.escape(repr(windows))}"):
+        rope_frequencies(D, windows)
 
 
 OPERANDS = {"x": ((6, 2, 8), jnp.float32), "frequencies": ((4,), jnp.float32), "positions": ((6,), jnp.int32)}

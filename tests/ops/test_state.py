@@ -118,3 +118,11 @@ def test_malformed_calls_raise(results, operands, message):
     absent = [jnp.zeros(0)] * 6
     with pytest.raises(Exception, match=message):
         call("te_update_state", [*results, *[(0,)] * 6], *operands, *absent, **rule)
+
+
+def test_reports_of_one_call_are_of_one_width():
+    state = (jnp.zeros(()), jnp.zeros(3))
+    rule = {f"fp8_max_{i}": np.float32(448) for i in range(3)} | {"two_to_margin": np.float32(1), "most_recent": False}
+    operands = (jnp.zeros(BINS), *state, jnp.zeros(2 * BINS), *state, *[jnp.zeros(0)] * 3)
+    with pytest.raises(Exception, match="reports: expected as many bins as the first state's"):
+        call("te_update_state", [*[(), (3,), ()] * 2, *[(0,)] * 3], *operands, **rule)

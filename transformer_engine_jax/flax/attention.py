@@ -353,7 +353,9 @@ class MultiHeadAttention(nn.Module):
 
     def _project_together(self, x, layout):
         fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
-        parts = [self._projection(Projection, *of, inputs=x.shape[-1], **norm).parts for of, norm in zip(layout, fields)]
+        parts = [
+            self._projection(Projection, *of, inputs=x.shape[-1], **norm).parts for of, norm in zip(layout, fields)
+        ]
         quantizers = None if parts[0].quantizers is None else [part.quantizers for part in parts]
         results, x = layernorm_projections(
             x,

@@ -116,14 +116,15 @@ def one_of(module: Any, field: str, allowed: Sequence, note: str = "") -> None:
         raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
 
 
-# Fields of several modules, and what they may be, in use or not.
+# Fields of several modules, and what they may be.
 CHOICES = {"layernorm_type": ("layernorm", "rmsnorm"), "rotary_pos_emb_group_method": GROUPS}
 
 
 def check_common(module: Any) -> None:
-    """Raises ValueError where a field of CHOICES, an epsilon or depth_scaling is none, in use or not."""
-    for field in CHOICES.keys() & dir(module):
-        one_of(module, field, CHOICES[field])
+    """Raises ValueError where a field that several modules have is wrong, whether it is in use or not."""
+    for field, allowed in CHOICES.items():
+        if hasattr(module, field):
+            one_of(module, field, allowed)
     for field in ("epsilon", "layernorm_epsilon", "qk_norm_epsilon"):
         check_epsilon(f"{type(module).__name__}.{field}", getattr(module, field, 0))
     if getattr(module, "depth_scaling", None) == 0:

@@ -132,10 +132,10 @@ def layernorm_dense(
     Raises:
       ValueError: the shapes do not fit.
     """
+    x, gamma, beta, kernel, bias = arrays(x, gamma, beta, kernel, bias)
     if quantizers is None or quantizers.x.spec.calibrating:
         y = dense(norm(norm_options, x, gamma, beta), kernel, bias, quantizers=quantizers)
         return (y, x) if return_input else y
-    x, gamma, beta, kernel, bias = arrays(x, gamma, beta, kernel, bias)
     norm_options = check_norm("layernorm_dense", norm_options, x, gamma, beta)
     check_dense("layernorm_dense", x, kernel, bias, 1)
     return _fp8_layernorm_dense(

@@ -1,0 +1,154 @@
+"""Every field of every NNX module does something, and what it names, starts or shards is what it should."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from steps import DELAYED
+
+import transformer_engine_jax.nnx as te_nnx
+from tests.flax import test_fields as linen
+from tests.flax.test_fields import DECODER, HEADS, HIDDEN, NO_EFFECT, B, S, With, X
+
+WIDTH = 24  # not that of Linen's inputs
+BASE = {
+    **linen.BASE,
+    "LayerNorm": dict(num_features=HIDDEN),
+    "DenseGeneral": dict(in_features=HIDDEN, **linen.BASE["DenseGeneral"]),
+    "LayerNormDenseGeneral": dict(in_features=HIDDEN, **linen.BASE["LayerNormDenseGeneral"]),
+    "LayerNormMLP": dict(in_features=HIDDEN, **linen.BASE["LayerNormMLP"]),
+    "MultiHeadAttention": dict(in_features=HIDDEN, **linen.BASE["MultiHeadAttention"]),
+}
+OF_NNX = {
+    "LayerNorm": dict(num_features=WIDTH),
+    "DenseGeneral": dict(in_features=WIDTH),
+    "LayerNormDenseGeneral": dict(in_features=WIDTH),
+    "LayerNormMLP": dict(in_features=WIDTH),
+    "MultiHeadAttention": dict(in_features=WIDTH, in_kv_features=WIDTH),
+    "TransformerLayer": dict(
+        encoded_size=With(WIDTH, dict(layer_type=DECODER)),
+        relative_embedding=te_nnx.RelativePositionBiases(8, 16, HEADS, rngs=nnx.Rngs(0)),
+    ),
+}
+CHANGES = {name: {**changes, **OF_NNX.get(name, {})} for name, changes in linen.CHANGES.items()}
+
+
+def arguments(name: str, fields: dict) -> tuple[tuple, dict]:
+    """What a module with these fields is called with."""
+    args, call = linen.arguments(name, fields)
+    wide = jnp.zeros((B, S, WIDTH))
+    args = (wide,) if WIDTH in (fields.get("in_features"), fields.get("num_features")) else args
+    call |= {"inputs_kv": wide} if "in_kv_features" in fields else {}
+    return args, call | ({"encoded": wide} if "encoded_size" in fields else {})
+
+
+def make(name: str, fields: dict, **streams: int):
+    cls = getattr(te_nnx, name)
+    rngs = {"rngs": nnx.Rngs(0, **streams)} if "rngs" in inspect.signature(cls.__init__).parameters else {}
+    return cls(**{**BASE.get(name, {}), **fields}, **rngs)
+
+
+def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
+    return {"/".join(map(str, path)): p for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def program(name: str, fields: dict, recipe=DELAYED) -> linen.Program:
+    args, call = arguments(name, {**BASE.get(name, {}), **fields})
+    layout = {}
+
+    def run():
+        model = make(name, fields, dropout=1, mine=2)
+        for path, p in parameters(model).items():
+            value = p.get_value()
+            layout[path] = (value.shape, str(value.dtype), p.get_metadata("out_sharding", None))
+        return model(*args, **call)
+
+    with linen.on_a_mesh(recipe):
+        jaxpr, out = jax.make_jaxpr(run, return_shape=True)()
+    return linen.Program.of(jaxpr, layout, out)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_all_fields_are_here(name):
+    assert linen.fields_of(getattr(te_nnx, name)) == CHANGES[name].keys() | NO_EFFECT.get(name, {}).keys()
+
+
+@pytest.mark.parametrize("name, field", linen.every(CHANGES))
+def test_a_field_changes_what_is_computed(name, field):
+    before, after = linen.before_and_after(program, CHANGES[name][field], name, field)
+    assert before != after
+
+
+@pytest.mark.parametrize("name, field", linen.every(NO_EFFECT))
+def test_a_field_that_says_what_is_so_anyway_changes_nothing(name, field):
+    before, after = linen.before_and_after(program, NO_EFFECT[name][field], name, field)
+    assert before == after
+
+
+# --- Initial values, axes, shards ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", linen.INITIAL)
+def test_initialisers_are_those_of_exactly_their_parameters(case):
+    name, fields, expected = linen.INITIAL[case]
+    found = parameters(make(name, fields))
+    linen.assert_starts_at({path: p.get_value() for path, p in found.items()}, expected)
+
+
+@pytest.mark.parametrize("case", linen.AXES)
+def test_parameters_carry_the_axes_asked_for(case):
+    name, fields, expected = linen.AXES[case]
+    found = parameters(make(name, fields))
+    assert {path: p.get_metadata("out_sharding") for path, p in found.items()} == expected
+
+
+@pytest.mark.parametrize("case", linen.SHARDS)
+def test_inputs_are_sharded_as_asked_just_before_their_step(case):
+    name, fields, expected = linen.SHARDS[case]
+    model = make(name, fields)
+    with linen.on_a_mesh(None):
+        assert linen.shards_and_steps(str(jax.make_jaxpr(model)(X))) == expected
+
+
+# --- Names, dropout, precision ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", linen.NAMES)
+def test_what_had_a_checkpoint_name_has_the_one_asked_for(case):
+    linen.assert_renames(program, *linen.NAMES[case])
+
+
+@pytest.mark.parametrize("case", linen.QUANTIZED)
+def test_both_operands_of_each_product_have_the_checkpoint_name_asked_for(case):
+    name, others, products = linen.QUANTIZED[case]
+    found = linen.names_in_fp8(program(name, {**others, "quantization_checkpoint_name": "mine"}))
+    assert found == ["mine"] * 2 * products
+
+
+@linen.DIMS
+def test_intermediate_dropout_of_a_layer_shares_its_pattern_over_given_axes(dims):
+    model = make("TransformerLayer", {**linen.ONES, "intermediate_dropout_dims": dims}, dropout=1)
+    linen.assert_shares_its_pattern(np.asarray(model(X) == 0), dims)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("case", linen.LOGITS)
+def test_logits_of_bf16_are_f32_whether_asked_for_or_not(case, asked):
+    name, field, others = linen.LOGITS[case]
+    fields = {**BASE[name], **others, field: asked}
+    args, call = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments(name, fields))
+    model = make(name, fields)
+    cores = [node for _, node in nnx.iter_graph(model) if isinstance(node, te_nnx.DotProductAttention)]
+    assert cores and {core.float32_logits for core in cores} == {asked}
+    assert linen.precisions_of_powers(jax.make_jaxpr(lambda: model(*args, **call))()) == {"f32"}
+
+
+@pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"])
+def test_dropout_of_a_layer_draws_from_the_stream_asked_for_and_no_other(rate):
+    fields = {**BASE["TransformerLayer"], rate: 0.5, "dropout_rng_name": "mine"}
+    run = lambda seed: te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(params=0, mine=seed))(X)
+    one, again, other = (str(jax.make_jaxpr(lambda seed=seed: run(seed))()) for seed in (1, 1, 2))
+    assert one == again != other
