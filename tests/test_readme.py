@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import pathlib
 import re
+from collections import defaultdict
 from itertools import takewhile
 
 import jax.numpy as jnp
@@ -68,13 +69,56 @@ def test_names_exist():
             value = getattr(value, name)
 
 
+def cited(cell: str) -> list[tuple[str, str]]:
+    """(file, function) of the tests that a cell names."""
+    return re.findall(r"`([^`]+)::(\w+)`", cell)
+
+
+def definitions(path: str) -> dict[str, list[ast.stmt]]:
+    """Name -> what defines it in a file of tests: functions, classes, constants."""
+    found = defaultdict(list)
+    for node in ast.parse((ROOT / "tests" / path).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name].append(node)
+        elif isinstance(node, ast.Assign):
+            for name in (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)):
+                found[name].append(node)
+    return found
+
+
+def words(node: ast.AST) -> set[str]:
+    """The names and strings in a piece of code: fields, arguments, functions; no comments, no text."""
+    values = [getattr(n, kind, None) for n in ast.walk(node) for kind in ("id", "attr", "arg", "name", "value")]
+    return {value for value in values if isinstance(value, str)}
+
+
+def used_by(path: str, test: str) -> set[str]:
+    """The words of a test, and of all in its file that it uses."""
+    defined, seen, new = definitions(path), set(), {test}
+    while new:
+        seen |= new
+        new = set().union(*[words(node) for name in new for node in defined[name]]) - seen
+    return seen
+
+
 def test_tests_exist():
     for option, ours, tested in OPTIONS:
-        found = re.findall(r"`([^`]+)::(\w+)`", tested)
-        assert found or "not yet" in ours, f"{option}: neither a test nor 'not yet'"
-        for path, test in found:
-            tree = ast.parse((ROOT / "tests" / path).read_text())
-            assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (path, test)
+        assert cited(tested) or "not yet" in ours, f"{option}: neither a test nor 'not yet'"
+        for path, test in cited(tested):
+            assert [type(node) for node in definitions(path)[test]] == [ast.FunctionDef], (path, test)
+
+
+def subjects(cell: str) -> set[str]:
+    """What a cell is about: arguments in te.MeshResource(tp_resource=...), the function in te.dense(x, kernel)."""
+    codes = re.findall(r"`([^`]+)`", cell)
+    return {name for code in codes for name in re.findall(r"(\w+)=", code) or [code.split("(")[0].split(".")[-1]]}
+
+
+def test_tests_use_what_they_are_cited_for():
+    for option, ours, tested in OPTIONS:
+        about = subjects(ours) | (subjects(option) if ours.startswith("the same") else set())
+        unused = about - set().union(*[used_by(*test) for test in cited(tested)])
+        assert not (cited(tested) and unused), f"{option}: no test that is cited uses {unused}"
 
 
 # Fields of NVIDIA's JAX modules whose defaults are the same here; those that are not are in a table.

@@ -19,6 +19,7 @@ from transformer_engine_jax.flax import (
     MultiHeadAttention,
     RelativePositionBiases,
     SequenceDescriptor,
+    TransformerLayer,
 )
 
 B, S, H, D = 2, 16, 4, 16
@@ -402,10 +403,14 @@ def test_one_array_or_two():
     testing.assert_close(remat.apply(alone, X), MHA().apply(alone, X), F32)
 
 
+@pytest.mark.filterwarnings("error:shape requires:DeprecationWarning")  # of what Flax cannot show
 def test_flax_shows_results_of_modules():
     variables = steps.init(MHA(), X, rec=DELAYED)
+    none = dict(hidden_dropout=0.0, attention_dropout=0.0, intermediate_dropout=0.0)
+    lora = TransformerLayer(HIDDEN, 32, H, low_rank_adaptation_scope="all", **none)
     with steps.autocast(DELAYED):
-        assert "MultiHeadAttention" in MHA().tabulate(jax.random.key(0), X)
+        for module in (MHA(), lora):
+            assert type(module).__name__ in module.tabulate(jax.random.key(0), X)
         _, updates = MHA().apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(updates["intermediates"]))
     assert "qkv" not in updates["intermediates"]  # it has no result of its own

@@ -22,7 +22,7 @@ from transformer_engine_jax import testing
 B, S, HIDDEN, HEADS = 4, 16, 16, 4
 SIZE = HIDDEN // HEADS
 X = jnp.zeros((B, S, HIDDEN))
-BIAS = jnp.ones((1, HEADS, S, S))
+BIAS = jnp.ones((1, 1, 1, 1))
 DECODER = te_flax.TransformerLayerType.DECODER
 constant = nn.initializers.constant
 
@@ -54,14 +54,12 @@ BASE = {
     ),
 }
 
-NORM = dict(layernorm_type="rmsnorm", zero_centered_gamma=True)
-NORM_PARAMS = dict(
+NORM = dict(
     epsilon=1e-3,
-    **NORM,
+    layernorm_type="rmsnorm",
+    zero_centered_gamma=With(True, dict(scale_init=constant(1.0))),
     scale_init=constant(2.0),
     scale_axes=("mine",),
-    ln_bias_init=constant(2.0),
-    ln_bias_axes=("mine",),
 )
 DENSE = dict(
     features=8,
@@ -95,8 +93,9 @@ CORE = dict(  # of all that have attention inside
 )
 ATTENTION = dict(  # of MultiHeadAttention and TransformerLayer
     **CORE,
-    **NORM,
+    layernorm_type="rmsnorm",
     layernorm_epsilon=1e-3,
+    zero_centered_gamma=True,
     use_bias=True,
     bias_init=With(constant(2.0), dict(use_bias=True)),
     **ROPE,
@@ -114,10 +113,7 @@ ATTENTION = dict(  # of MultiHeadAttention and TransformerLayer
 )
 CHANGES = {
     "LayerNorm": dict(
-        epsilon=1e-3,
         **NORM,
-        scale_init=constant(2.0),
-        scale_axes=("mine",),
         bias_init=constant(2.0),
         bias_axes=("mine",),
         dtype=jnp.bfloat16,
@@ -130,7 +126,9 @@ CHANGES = {
     "DenseGeneral": dict(**DENSE, use_bias=False, axis=1, input_axes=("batch", None, "mlp")),
     "LayerNormDenseGeneral": dict(
         **DENSE,
-        **NORM_PARAMS,
+        **NORM,
+        ln_bias_init=constant(2.0),
+        ln_bias_axes=("mine",),
         use_bias=True,
         axis=With(1, dict(enable_layernorm=False)),
         enable_layernorm=False,
@@ -140,7 +138,9 @@ CHANGES = {
         depth_scaling=2.0,
     ),
     "LayerNormMLP": dict(
-        **NORM_PARAMS,
+        **NORM,
+        ln_bias_init=constant(2.0),
+        ln_bias_axes=("mine",),
         intermediate_dim=32,
         enable_layernorm=False,
         kernel_init=constant(2.0),
@@ -217,8 +217,8 @@ CHANGES = {
         parallel_attention_mlp=True,
     ),
 }
-# Fields that say what is so anyway: the axis of a norm is the last, logits are in f32, any number of segments will do,
-# and without an axis of its own for the sequence nothing is transposed.
+# What is so anyway: logits are in f32, an MLP's axis is the last, there may be any number of segments, and modules that
+# treat all tokens alike do not mind their order.
 NO_EFFECT = {
     "LayerNorm": dict(transpose_batch_sequence=True),
     "DenseGeneral": dict(transpose_batch_sequence=True),
@@ -282,7 +282,7 @@ def fields_of(module: type) -> set[str]:
 
 
 def every(table: dict) -> list:
-    return [pytest.param(name, field, id=f"{name}.{field}") for name, fields in table.items() for field in fields]
+    return [pytest.param(name, field, id=f"{name}.{field}") for name in table for field in sorted(table[name])]
 
 
 @functools.cache
@@ -290,9 +290,10 @@ def by_default(program: Callable, name: str) -> Program:
     return program(name, {})
 
 
-def before_and_after(program: Callable, change, name: str, field: str) -> list[Program]:
-    """What a module computes without and with a change of a field."""
+def before_and_after(program: Callable, change, name: str, field: str, more: dict | None = None) -> list[Program]:
+    """What a module computes without and with a change of a field; with `more` fields in both."""
     value, others = change if isinstance(change, With) else (change, {})
+    others = {**others, **(more or {})}
     before = program(name, others) if others else by_default(program, name)
     return [before, program(name, {**others, field: value})]
 
@@ -308,10 +309,128 @@ def test_a_field_changes_what_is_computed(name, field):
     assert before != after
 
 
+# Asked for its norm's output, a module cannot fuse what follows.
+STAGES = dict(return_layernorm_output=True)
+BY_STAGES = every({
+    name: CHANGES[name].keys() - STAGES.keys() for name in ("LayerNormDenseGeneral", "LayerNormMLP", "MultiHeadAttention")
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("name, field", BY_STAGES)
+def test_a_field_changes_what_is_computed_by_stages(name, field):
+    before, after = before_and_after(program, CHANGES[name][field], name, field, STAGES)
+    assert before != after
+
+
 @pytest.mark.parametrize("name, field", every(NO_EFFECT))
 def test_a_field_that_says_what_is_so_anyway_changes_nothing(name, field):
     before, after = before_and_after(program, NO_EFFECT[name][field], name, field)
     assert before == after
+
+
+# --- What modules give to those inside them --------------------------------------------------------------------------
+
+EVERYTHING = {field: c.value if isinstance(c, With) else c for field, c in CHANGES["TransformerLayer"].items()} | dict(
+    mlp_activations=("clamped_silu", "clamped_linear"),
+    float32_attention_logits=True,
+    context_parallel_strategy="ALL_GATHER",
+    parallel_attention_mlp=False,
+    relative_embedding=None,
+)
+LAYERS = {
+    "balanced": EVERYTHING,
+    "with relative positions": EVERYTHING
+    | dict(enable_relative_embedding=True, context_parallel_causal_load_balanced=False),
+}
+
+
+def same(fields: str) -> dict[str, str]:
+    return {field: field for field in fields.split()}
+
+
+NORM_OF_ALL = same("layernorm_type zero_centered_gamma dtype")
+PRODUCT_OF_ALL = same("use_bias low_rank_adaptation_dim low_rank_adaptation_alpha dtype")
+CORE_OF_ALL = same("num_attention_heads num_gqa_groups attention_dropout dropout_rng_name checkpoint_core_attention")
+CORE_OF_ONE = same("""window_size softmax_type score_mod context_parallel_axis context_parallel_strategy
+    context_parallel_causal_load_balanced""")  # fmt: skip
+ATTENTION_OF_LAYER = {
+    **NORM_OF_ALL,
+    **PRODUCT_OF_ALL,
+    **CORE_OF_ALL,
+    **same("""layernorm_epsilon enable_rotary_pos_emb rotary_pos_emb_windows rotary_pos_emb_group_method
+        low_rank_adaptation_scope fuse_qkv_params transpose_batch_sequence enable_sequence_parallel scale_attn_logits
+        scaled_query_init qk_norm_type qk_norm_epsilon qk_norm_before_rope"""),
+    "head_dim": "kv_channels",
+    "float32_logits": "float32_attention_logits",
+    "return_layernorm_output": "apply_residual_connection_post_layernorm",
+}  # fmt: skip
+QK_NORM_OF_ATTENTION = {
+    **same("zero_centered_gamma dtype"),
+    "epsilon": "qk_norm_epsilon",
+    "layernorm_type": "qk_norm_type",
+}
+# module -> its fields, and what they are called in the module that it is in
+HANDED_ON = {
+    "encoder_decoder_attention": ATTENTION_OF_LAYER,
+    "self_attention": {
+        **ATTENTION_OF_LAYER,
+        **CORE_OF_ONE,
+        "attn_mask_type": "self_attn_mask_type",
+        "attn_bias_type": "self_attn_bias_type",
+    },
+    "mlp": {
+        **NORM_OF_ALL,
+        **PRODUCT_OF_ALL,
+        "epsilon": "layernorm_epsilon",
+        "intermediate_dim": "mlp_hidden_size",
+        "activations": "mlp_activations",
+        "activation_params": "mlp_activation_params",
+        "intermediate_dropout_rate": "intermediate_dropout",
+        "intermediate_dropout_rng_name": "dropout_rng_name",
+        "intermediate_hidden_dropout_dims": "intermediate_dropout_dims",
+        "return_layernorm_output": "apply_residual_connection_post_layernorm",
+    },
+    "output_layernorm": {**NORM_OF_ALL, "epsilon": "layernorm_epsilon"},
+    "relpos_bias": same("num_attention_heads dtype"),
+    "query": {
+        **NORM_OF_ALL,
+        **PRODUCT_OF_ALL,
+        "epsilon": "layernorm_epsilon",
+        "enable_layernorm": "input_layernorm",
+    },
+    "key": PRODUCT_OF_ALL,
+    "value": PRODUCT_OF_ALL,
+    "out": PRODUCT_OF_ALL,
+    "query_norm": QK_NORM_OF_ATTENTION,
+    "key_norm": QK_NORM_OF_ATTENTION,
+    "core_attention": {
+        **CORE_OF_ALL,
+        **CORE_OF_ONE,
+        **same("head_dim float32_logits attn_mask_type attn_bias_type"),
+    },
+}
+
+
+def assert_fields_are_handed_on(modules: dict[tuple[str, ...], Any]) -> None:
+    """Modules by their path, the outermost by ()."""
+    inside = {path: module for path, module in modules.items() if path and path[-1] in HANDED_ON}
+    assert {path[-1] for path in inside} | {"relpos_bias"} == HANDED_ON.keys()
+    for path, module in inside.items():
+        for own, given in HANDED_ON[path[-1]].items():
+            assert getattr(module, own) == getattr(modules[path[:-1]], given), (path, own)
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_fields_are_handed_on_to_all_inside(case):
+    modules = {}
+
+    def listen(run, args, kwargs, context):
+        modules[context.module.path] = context.module
+        return run(*args, **kwargs)
+
+    with nn.intercept_methods(listen):
+        program("TransformerLayer", LAYERS[case])
+    assert_fields_are_handed_on(modules)
 
 
 # --- Initial values --------------------------------------------------------------------------------------------------
@@ -336,6 +455,7 @@ CROSS = {
     **below("kv", {"kernel": 2.0, "bias": 3.0}),
     **below("out", {"kernel": 2.0, "bias": 3.0}),
 }
+QK_NORMS = {f"{name}_norm/{which}": 0.0 for name in ("query", "key") for which in ("scale", "ln_bias")}
 MLP = {"wi_kernel": 6.0, "wi_bias": 3.0, "wo_kernel": 6.0, "wo_bias": 3.0}
 # (module, fields, the value of each parameter)
 INITIAL = {
@@ -384,6 +504,26 @@ INITIAL = {
             **below("mlp", {**NORM_AS_EVER, **MLP}),
         },
     ),
+    "zero-centred layer": (
+        "TransformerLayer",
+        dict(
+            zero_centered_gamma=True,
+            layernorm_type="rmsnorm",
+            qk_norm_type="layernorm",
+            output_layernorm=True,
+            layer_type=DECODER,
+            mha_kernel_init=constant(2.0),
+            mlp_kernel_init=constant(6.0),
+            enable_relative_embedding=False,
+        ),
+        {
+            **below("self_attention", {"qkv/kernel": QKV, "out/kernel": 2.0, **QK_NORMS}),
+            **below("encoder_decoder_attention", {"query/scale": 0.0, "query/kernel": 2 * SIZE**-0.5, **QK_NORMS}),
+            **below("encoder_decoder_attention", {"kv/kernel": 2.0, "out/kernel": 2.0}),
+            **below("mlp", {"scale": 0.0, "wi_kernel": 6.0, "wo_kernel": 6.0}),
+            "output_layernorm/scale": 0.0,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -404,7 +544,29 @@ def test_initialisers_are_those_of_exactly_their_parameters(case):
     assert_starts_at(found, expected)
 
 
-# --- Logical axes ----------------------------------------------------------------------------------------------------
+# --- Dtypes, logical axes --------------------------------------------------------------------------------------------
+
+ADAPTED, SCOPE = dict(use_bias=True, enable_low_rank_adaptation=True), dict(low_rank_adaptation_scope="all")
+# (module, field, others, so that there are all kinds of parameters)
+DTYPES = [
+    ("LayerNorm", "dtype", {}),
+    ("DenseGeneral", "dtype", ADAPTED),
+    ("DenseGeneral", "param_dtype", ADAPTED),
+    ("LayerNormDenseGeneral", "dtype", ADAPTED),
+    ("LayerNormDenseGeneral", "param_dtype", ADAPTED),
+    ("LayerNormMLP", "dtype", ADAPTED),
+    ("MultiHeadAttention", "dtype", dict(use_bias=True, qk_norm_type="layernorm", **SCOPE)),
+    ("RelativePositionBiases", "dtype", {}),
+    ("TransformerLayer", "dtype", dict(use_bias=True, output_layernorm=True, layer_type=DECODER, **SCOPE)),
+]
+EACH_DTYPE = pytest.mark.parametrize("name, field, others", DTYPES)
+
+
+@EACH_DTYPE
+def test_all_parameters_have_the_dtype_asked_for(name, field, others):
+    layout = program(name, {**others, field: jnp.bfloat16}).layout
+    assert {dtype for _, dtype, _ in layout.values()} == {"bfloat16"}
+
 
 NORM_AXES = dict(scale_axes=("a",), ln_bias_axes=("b",))
 # (module, fields, the axes of each parameter)
@@ -482,7 +644,6 @@ def test_inputs_are_sharded_as_asked_just_before_their_step(case):
 
 # --- Names, dropout, precision ---------------------------------------------------------------------------------------
 
-STAGES = dict(return_layernorm_output=True)
 # (module, field, other fields)
 NAMES = {
     "attention": ("DotProductAttention", "context_checkpoint_name", {}),
@@ -553,12 +714,13 @@ def test_intermediate_dropout_of_a_layer_shares_its_pattern_over_given_axes(dims
     assert_shares_its_pattern(np.asarray(layer.init_with_output(keys, X)[0] == 0), dims)
 
 
-# (module, field, other fields)
+# (module, field)
 LOGITS = {
-    "attention": ("DotProductAttention", "float32_logits", {}),
-    "multi-head attention": ("MultiHeadAttention", "float32_logits", {}),
-    "decoder": ("TransformerLayer", "float32_attention_logits", dict(layer_type=DECODER)),
+    "attention": ("DotProductAttention", "float32_logits"),
+    "multi-head attention": ("MultiHeadAttention", "float32_logits"),
+    "layer": ("TransformerLayer", "float32_attention_logits"),
 }
+IN_PLAIN_JAX = jax.default_device(jax.devices("cpu")[0])  # where there is a GPU, cuDNN's softmax is not to be seen
 
 
 def precisions_of_powers(jaxpr) -> set[str]:
@@ -569,18 +731,9 @@ def precisions_of_powers(jaxpr) -> set[str]:
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("case", LOGITS)
 def test_logits_of_bf16_are_f32_whether_asked_for_or_not(case, asked):
-    name, field, others = LOGITS[case]
-    fields = {**BASE[name], **others, field: asked}
+    name, field = LOGITS[case]
+    fields = {**BASE[name], field: asked}
     args, call = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments(name, fields))
-    handed_on = []
-
-    def listen(run, args, kwargs, context):
-        if isinstance(context.module, te_flax.DotProductAttention):
-            handed_on.append(context.module.float32_logits)
-        return run(*args, **kwargs)
-
-    with nn.intercept_methods(listen):
-        run = lambda: getattr(te_flax, name)(**fields).init_with_output(jax.random.key(0), *args, **call)[0]
-        jaxpr = jax.make_jaxpr(run)()
-    assert precisions_of_powers(jaxpr) == {"f32"}
-    assert handed_on and set(handed_on) == {asked}
+    run = lambda: getattr(te_flax, name)(**fields).init_with_output(jax.random.key(0), *args, **call)[0]
+    with IN_PLAIN_JAX:
+        assert precisions_of_powers(jax.make_jaxpr(run)()) == {"f32"}

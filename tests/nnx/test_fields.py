@@ -82,13 +82,27 @@ def test_a_field_changes_what_is_computed(name, field):
     assert before != after
 
 
+@pytest.mark.parametrize("name, field", linen.BY_STAGES)
+def test_a_field_changes_what_is_computed_by_stages(name, field):
+    before, after = linen.before_and_after(program, CHANGES[name][field], name, field, linen.STAGES)
+    assert before != after
+
+
 @pytest.mark.parametrize("name, field", linen.every(NO_EFFECT))
 def test_a_field_that_says_what_is_so_anyway_changes_nothing(name, field):
     before, after = linen.before_and_after(program, NO_EFFECT[name][field], name, field)
     assert before == after
 
 
-# --- Initial values, axes, shards ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("case", linen.LAYERS)
+def test_fields_are_handed_on_to_all_inside(case):
+    with linen.on_a_mesh():
+        model = make("TransformerLayer", linen.LAYERS[case], dropout=1, mine=2)
+    modules = {path: node for path, node in nnx.iter_graph(model) if type(node).__name__ in CHANGES}
+    linen.assert_fields_are_handed_on(modules)
+
+
+# --- Initial values, dtypes, axes, shards ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", linen.INITIAL)
@@ -96,6 +110,12 @@ def test_initialisers_are_those_of_exactly_their_parameters(case):
     name, fields, expected = linen.INITIAL[case]
     found = parameters(make(name, fields))
     linen.assert_starts_at({path: p.get_value() for path, p in found.items()}, expected)
+
+
+@linen.EACH_DTYPE
+def test_all_parameters_have_the_dtype_asked_for(name, field, others):
+    layout = program(name, {**others, field: jnp.bfloat16}).layout
+    assert {dtype for _, dtype, _ in layout.values()} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("case", linen.AXES)
@@ -137,13 +157,11 @@ def test_intermediate_dropout_of_a_layer_shares_its_pattern_over_given_axes(dims
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("case", linen.LOGITS)
 def test_logits_of_bf16_are_f32_whether_asked_for_or_not(case, asked):
-    name, field, others = linen.LOGITS[case]
-    fields = {**BASE[name], **others, field: asked}
-    args, call = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments(name, fields))
-    model = make(name, fields)
-    cores = [node for _, node in nnx.iter_graph(model) if isinstance(node, te_nnx.DotProductAttention)]
-    assert cores and {core.float32_logits for core in cores} == {asked}
-    assert linen.precisions_of_powers(jax.make_jaxpr(lambda: model(*args, **call))()) == {"f32"}
+    name, field = linen.LOGITS[case]
+    args, call = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments(name, BASE[name]))
+    with linen.IN_PLAIN_JAX:
+        model = make(name, {field: asked})
+        assert linen.precisions_of_powers(jax.make_jaxpr(lambda: model(*args, **call))()) == {"f32"}
 
 
 @pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"])

@@ -351,6 +351,7 @@ class MultiHeadAttention(nn.Module):
         split = [part for y, (_, features, _) in zip(outputs, layout) for part in unstacked(y, features)]
         return *split, normed if self.return_layernorm_output else None, inputs_q
 
+    @nn.nowrap
     def _project_together(self, x, layout):
         fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
         parts = [

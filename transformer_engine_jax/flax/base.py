@@ -86,6 +86,7 @@ class Fp8Module(nn.Module):
         bias = None if kind == "rmsnorm" else self.make_param("ln_bias", bias_init, bias_axes, (features,), dtype)
         return scale, bias
 
+    @nn.nowrap
     def low_rank(
         self, x: jax.Array, k_axes: int, features: Sequence[int], dim: int, alpha: float | None, dtype, prefix: str = ""
     ):

@@ -259,6 +259,7 @@ class TransformerLayer(nn.Module):
             )(x)
         return x
 
+    @nn.nowrap
     def _attention(self, name: str, **fields) -> MultiHeadAttention:
         return MultiHeadAttention(
             head_dim=self.kv_channels or self.hidden_size // self.num_attention_heads,
@@ -294,6 +295,7 @@ class TransformerLayer(nn.Module):
             **fields,
         )
 
+    @nn.nowrap
     def _mlp(self) -> LayerNormMLP:
         axes = {}
         if self.enable_sequence_parallel:
