@@ -2,13 +2,14 @@
 
 import emulated
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import pytest
 import steps
 from emulated import BF16, F32
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.flax import LayerNorm, RMSNorm
+from transformer_engine_jax.flax import LayerNorm, LayerNormDenseGeneral, RMSNorm
 
 (X,) = emulated.normal(0, (2, 8, 64))
 X = jnp.asarray(3 * X + 1)
@@ -60,6 +61,14 @@ def test_misuse_is_named():
         steps.init(LayerNorm(epsilon=-1), X)
     with pytest.raises(ValueError, match=r"scale: expected 1 logical axes for the shape \(64,\), got \('a', 'b'\)"):
         steps.init(LayerNorm(scale_axes=("a", "b")), X)
+
+
+def test_lists_and_scalars():
+    module, variables = LayerNorm(), steps.init(LayerNorm(), X)
+    testing.assert_close(module.apply(variables, X.tolist()), module.apply(variables, X), F32)
+    for norm in (module, LayerNormDenseGeneral(4)):
+        with pytest.raises(ValueError, match="x: expected at least one axis, got a scalar"):
+            norm.init(jax.random.key(0), 1.0)
 
 
 def test_rmsnorm_is_a_class():

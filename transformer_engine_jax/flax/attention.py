@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import check_positive, default_kernel_init, flat_kernel_init
+from transformer_engine_jax.flax.base import check_common, check_positive, default_kernel_init, flat_kernel_init
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, Projection
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention, context_parallel, one_of
 from transformer_engine_jax.flax.layernorm import LayerNorm
@@ -216,7 +216,8 @@ class MultiHeadAttention(nn.Module):
         """
         one_of(self, "low_rank_adaptation_scope", SCOPES)
         one_of(self, "qk_norm_type", QK_NORMS)
-        check_positive(self, "head_dim", "num_attention_heads")
+        check_common(self)
+        check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups")
         is_self = inputs_kv is None or inputs_kv is inputs_q
         inputs_q = jnp.asarray(inputs_q)
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)

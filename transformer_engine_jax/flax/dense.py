@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.flax.base import Fp8Module, canonical_tuple, default_kernel_init, flat_kernel_init
+from transformer_engine_jax.flax.base import (
+    Fp8Module,
+    canonical_tuple,
+    default_kernel_init,
+    flat_kernel_init,
+    last_size,
+)
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
@@ -156,7 +162,7 @@ class _LayerNormDense(_Dense):
         if not self.enable_layernorm:
             return None, None
         return self.make_norm_params(
-            x.shape[-1],
+            last_size(self, x),
             self.layernorm_type,
             self.scale_init,
             self.scale_axes,

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.flax.base import Fp8Module
+from transformer_engine_jax.flax.base import Fp8Module, last_size
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import norm
 
@@ -35,7 +35,7 @@ class LayerNorm(Fp8Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x[.., K] (f32, f16, bf16) -> [.., K] in its dtype."""
         gamma, beta = self.make_norm_params(
-            x.shape[-1],
+            last_size(self, x),
             self.layernorm_type,
             self.scale_init,
             self.scale_axes,

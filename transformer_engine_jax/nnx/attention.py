@@ -97,7 +97,7 @@ class MultiHeadAttention(Fp8Module):
         self.freeze_fields()
         one_of(self, "low_rank_adaptation_scope", SCOPES)
         one_of(self, "qk_norm_type", QK_NORMS)
-        check_positive(self, "head_dim", "num_attention_heads")
+        check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups")
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         self._make_projections(kernel_init or default_kernel_init, bias_init, rngs)
         self.core_attention = DotProductAttention(
