@@ -111,11 +111,13 @@ ATTENTION = dict(  # of MultiHeadAttention and TransformerLayer
     qk_norm_epsilon=With(1e-3, QK_NORM),
     qk_norm_before_rope=With(True, dict(**QK_NORM, **ROPE)),
 )
+LAYERNORM = dict(layernorm_type="layernorm")
 CHANGES = {
-    "LayerNorm": dict(
-        **NORM,
-        bias_init=constant(2.0),
-        bias_axes=("mine",),
+    "LayerNorm": dict(**NORM, bias_init=constant(2.0), bias_axes=("mine",), dtype=jnp.bfloat16),
+    "RMSNorm": dict(
+        **NORM | LAYERNORM,
+        bias_init=With(constant(2.0), LAYERNORM),
+        bias_axes=With(("mine",), LAYERNORM),
         dtype=jnp.bfloat16,
     ),
     "Softmax": dict(
@@ -221,6 +223,7 @@ CHANGES = {
 # treat all tokens alike do not mind their order.
 NO_EFFECT = {
     "LayerNorm": dict(transpose_batch_sequence=True),
+    "RMSNorm": dict(transpose_batch_sequence=True),
     "DenseGeneral": dict(transpose_batch_sequence=True),
     "LayerNormDenseGeneral": dict(transpose_batch_sequence=True),
     "LayerNormMLP": dict(transpose_batch_sequence=True, axis=(-1,)),
@@ -296,6 +299,16 @@ def before_and_after(program: Callable, change, name: str, field: str, more: dic
     others = {**others, **(more or {})}
     before = program(name, others) if others else by_default(program, name)
     return [before, program(name, {**others, field: value})]
+
+
+def modules_of(package, kind: type) -> set[str]:
+    return {
+        name for name in package.__all__ if isinstance(one := getattr(package, name), type) and issubclass(one, kind)
+    }
+
+
+def test_all_modules_are_here():
+    assert modules_of(te_flax, nn.Module) == CHANGES.keys()
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -410,6 +423,19 @@ HANDED_ON = {
 }
 
 
+BETWEEN, WHOLE = (("seqlen_tp", "batch", "embed_activations"), ("seqlen", "batch", "embed_activations"))
+# The axes of the inputs of products, and of norms before them, of transposed sequences in parallel.
+AXES_INSIDE = {
+    "mlp": dict(
+        layernorm_input_axes=BETWEEN, dot_1_input_axes=WHOLE, dot_2_input_axes=("seqlen", "batch", "mlp")
+    ),
+    "query": dict(layernorm_input_axes=BETWEEN, dot_input_axes=WHOLE),
+    "key": dict(input_axes=WHOLE),
+    "value": dict(input_axes=WHOLE),
+    "out": dict(input_axes=("seqlen", "batch", "heads")),
+}  # fmt: skip
+
+
 def assert_fields_are_handed_on(modules: dict[tuple[str, ...], Any]) -> None:
     """Modules by their path, the outermost by ()."""
     inside = {path: module for path, module in modules.items() if path and path[-1] in HANDED_ON}
@@ -417,6 +443,8 @@ def assert_fields_are_handed_on(modules: dict[tuple[str, ...], Any]) -> None:
     for path, module in inside.items():
         for own, given in HANDED_ON[path[-1]].items():
             assert getattr(module, own) == getattr(modules[path[:-1]], given), (path, own)
+        for own, axes in AXES_INSIDE.get(path[-1], {}).items():
+            assert getattr(module, own) == axes, (path, own)
 
 
 @pytest.mark.parametrize("case", LAYERS)
@@ -435,6 +463,7 @@ def test_fields_are_handed_on_to_all_inside(case):
 # --- Initial values --------------------------------------------------------------------------------------------------
 
 KERNEL, BIASES = dict(kernel_init=constant(2.0)), dict(use_bias=True, bias_init=constant(3.0))
+KERNELS = dict(mha_kernel_init=constant(2.0), mlp_kernel_init=constant(6.0), enable_relative_embedding=False)
 STARTS = dict(scale_init=constant(4.0), ln_bias_init=constant(5.0))
 NORM_AS_EVER = {"scale": 1.0, "ln_bias": 0.0}
 # A query's kernel starts smaller by the square root of the heads' size.
@@ -488,32 +517,29 @@ INITIAL = {
         },
     ),
     "relative positions": ("RelativePositionBiases", dict(embedding_init=constant(7.0)), {"rel_embedding": 7.0}),
-    "layer": (
+    "encoder": (
         "TransformerLayer",
-        dict(
-            mha_kernel_init=constant(2.0),
-            mlp_kernel_init=constant(6.0),
-            **BIASES,
-            layer_type=DECODER,
-            enable_relative_embedding=False,
-        ),
+        dict(**KERNELS, **BIASES),
+        {**below("attention", BLOCK), **below("mlp", {**NORM_AS_EVER, **MLP})},
+    ),
+    "decoder": (
+        "TransformerLayer",
+        dict(**KERNELS, **BIASES, layer_type=DECODER),
         {
             **below("self_attention", BLOCK),
             **below("encoder_decoder_attention", CROSS),
             **below("mlp", {**NORM_AS_EVER, **MLP}),
         },
     ),
-    "zero-centred layer": (
+    "zero-centred decoder": (
         "TransformerLayer",
         dict(
+            **KERNELS,
             zero_centered_gamma=True,
             layernorm_type="rmsnorm",
             qk_norm_type="layernorm",
             output_layernorm=True,
             layer_type=DECODER,
-            mha_kernel_init=constant(2.0),
-            mlp_kernel_init=constant(6.0),
-            enable_relative_embedding=False,
         ),
         {
             **below("self_attention", {"qkv/kernel": QKV, "out/kernel": 2.0, **QK_NORMS}),
@@ -666,9 +692,9 @@ def names_of(program: Program) -> list[str]:
     return sorted(re.findall(r"name\[name=(\w+)\]", program.text))
 
 
-def names_in_fp8(program: Program) -> list[str]:
+def names_in_fp8(jaxpr) -> list[str]:
     """Those of arrays in FP8."""
-    return re.findall(r":f8_\w+\[[\d,]*\] = name\[name=(\w+)\]", program.text)
+    return re.findall(r":f8_\w+\[[\d,]*\] = name\[name=(\w+)\]", str(jaxpr))
 
 
 def assert_renames(program: Callable, name: str, field: str, others: dict) -> None:
@@ -686,7 +712,22 @@ def test_what_had_a_checkpoint_name_has_the_one_asked_for(case):
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_both_operands_of_each_product_have_the_checkpoint_name_asked_for(case):
     name, others, products = QUANTIZED[case]
-    assert names_in_fp8(program(name, {**others, "quantization_checkpoint_name": "mine"})) == ["mine"] * 2 * products
+    found = program(name, {**others, "quantization_checkpoint_name": "mine"})
+    assert names_in_fp8(found.text) == ["mine"] * 2 * products
+
+
+# What replaces another module's product, and its arguments.
+PRODUCTS = {
+    "dot_general": (te_flax.make_dot_general_cls(DELAYED, "mine"), (X, X[0], (((2,), (0,)), ((), ())))),
+    "einsum": (te_flax.make_einsum_cls(DELAYED, "mine"), ("bsk,kn->bsn", X, X[0])),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_operands_of_another_modules_product_have_the_checkpoint_name_asked_for(case):
+    cls, args = PRODUCTS[case]
+    jaxpr = jax.make_jaxpr(lambda: cls().init_with_output(jax.random.key(0), *args)[0])()
+    assert names_in_fp8(jaxpr) == ["mine", "mine"]
 
 
 # Of zeros, an MLP makes ones and leaves them to its last kernel, which does nothing: what comes out is dropout's.

@@ -17,6 +17,7 @@ WIDTH = 24  # not that of Linen's inputs
 BASE = {
     **linen.BASE,
     "LayerNorm": dict(num_features=HIDDEN),
+    "RMSNorm": dict(num_features=HIDDEN),
     "DenseGeneral": dict(in_features=HIDDEN, **linen.BASE["DenseGeneral"]),
     "LayerNormDenseGeneral": dict(in_features=HIDDEN, **linen.BASE["LayerNormDenseGeneral"]),
     "LayerNormMLP": dict(in_features=HIDDEN, **linen.BASE["LayerNormMLP"]),
@@ -24,6 +25,7 @@ BASE = {
 }
 OF_NNX = {
     "LayerNorm": dict(num_features=WIDTH),
+    "RMSNorm": dict(num_features=WIDTH),
     "DenseGeneral": dict(in_features=WIDTH),
     "LayerNormDenseGeneral": dict(in_features=WIDTH),
     "LayerNormMLP": dict(in_features=WIDTH),
@@ -69,6 +71,11 @@ def program(name: str, fields: dict, recipe=DELAYED) -> linen.Program:
     with linen.on_a_mesh(recipe):
         jaxpr, out = jax.make_jaxpr(run, return_shape=True)()
     return linen.Program.of(jaxpr, layout, out)
+
+
+def test_all_modules_are_here():
+    replacing = {"DotGeneral", "Einsum"}  # products inside other modules; see below
+    assert linen.modules_of(te_nnx, nnx.Module) == CHANGES.keys() | replacing
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -144,8 +151,14 @@ def test_what_had_a_checkpoint_name_has_the_one_asked_for(case):
 @pytest.mark.parametrize("case", linen.QUANTIZED)
 def test_both_operands_of_each_product_have_the_checkpoint_name_asked_for(case):
     name, others, products = linen.QUANTIZED[case]
-    found = linen.names_in_fp8(program(name, {**others, "quantization_checkpoint_name": "mine"}))
-    assert found == ["mine"] * 2 * products
+    found = program(name, {**others, "quantization_checkpoint_name": "mine"})
+    assert linen.names_in_fp8(found.text) == ["mine"] * 2 * products
+
+
+@pytest.mark.parametrize("case, cls", [("dot_general", te_nnx.DotGeneral), ("einsum", te_nnx.Einsum)])
+def test_operands_of_another_modules_product_have_the_checkpoint_name_asked_for(case, cls):
+    model, (_, args) = cls(quantization_recipe=DELAYED, quantization_checkpoint_name="mine"), linen.PRODUCTS[case]
+    assert linen.names_in_fp8(jax.make_jaxpr(lambda: model(*args))()) == ["mine", "mine"]
 
 
 @linen.DIMS
