@@ -463,6 +463,13 @@ def test_relative_positions_that_do_not_fit_are_named(fields, q_seqlen, message)
         RelativePositionBiases(*fields).init(jax.random.key(0), q_seqlen, 3)
 
 
+def test_axes_of_a_wrong_number_are_named():
+    with pytest.raises(
+        ValueError, match=r"RelativePositionBiases.rel_embedding: expected 2 logical axes .*got \('a',\)"
+    ):
+        RelativePositionBiases(8, 20, 2, embedding_axes=("a",)).init(jax.random.key(0), 3, 3)
+
+
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_relative_position_biases_are_t5s(bidirectional):
     module = RelativePositionBiases(num_buckets=32, max_distance=128, num_attention_heads=2)

@@ -647,6 +647,11 @@ SHARDED_MLP = dict(
 SHARDS = {
     "dense": ("DenseGeneral", dict(input_axes=("batch", None, "mlp")), "'data', None, 'model'; product"),
     "layernorm dense": ("LayerNormDenseGeneral", SHARDED, "'data', None, None; norm; None, None, 'model'; product"),
+    "no norm": (
+        "LayerNormDenseGeneral",
+        SHARDED | dict(enable_layernorm=False),
+        "'data', None, None; None, None, 'model'; product",
+    ),
     "mlp": (
         "LayerNormMLP",
         SHARDED_MLP,

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import transformer_engine_jax  # noqa: F401 (registers the handlers)
+
 M, K = 6, 32
 NORM = {"epsilon": np.float32(1e-6), "zero_centered_gamma": False}
 ACTIVATION = {"activation": "gelu", **{name: np.float32(1) for name in ("limit", "alpha", "glu_linear_offset")}}

@@ -68,13 +68,7 @@ class Fp8Module(nn.Module):
     def make_param(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):
         """A parameter that carries its logical axes, where there are any."""
         check_common(self)
-        if axes and len(axes) != len(shape):
-            raise ValueError(
-                f"{type(self).__name__}.{name}: expected {len(shape)} logical axes for the shape "
-                f"{tuple(shape)}, got {tuple(axes)}"
-            )
-        init = nn.with_logical_partitioning(init, tuple(axes)) if axes else init
-        return self.param(name, init, tuple(shape), dtype)
+        return self.param(name, with_axes(self, name, init, axes, shape), tuple(shape), dtype)
 
     @nn.nowrap
     def make_norm_params(
@@ -85,6 +79,22 @@ class Fp8Module(nn.Module):
         scale = self.make_param("scale", scale_init, scale_axes, (features,), dtype)
         bias = None if kind == "rmsnorm" else self.make_param("ln_bias", bias_init, bias_axes, (features,), dtype)
         return scale, bias
+
+    @nn.nowrap
+    def make_norm(self, features: int, dtype):
+        """make_norm_params by the fields of a module with a norm in it; (None, None) without enable_layernorm."""
+        if not self.enable_layernorm:
+            return None, None
+        return self.make_norm_params(
+            features,
+            self.layernorm_type,
+            self.scale_init,
+            self.scale_axes,
+            self.ln_bias_init,
+            self.ln_bias_axes,
+            self.zero_centered_gamma,
+            dtype,
+        )
 
     @nn.nowrap
     def low_rank(
@@ -108,6 +118,18 @@ class Fp8Module(nn.Module):
 
 def canonical_tuple(value) -> tuple:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def with_axes(
+    module: nn.Module, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int]
+) -> Callable:
+    """init with the logical axes of a parameter, where there are any; ValueError where they are not as many as its."""
+    if axes and len(axes) != len(shape):
+        raise ValueError(
+            f"{type(module).__name__}.{name}: expected {len(shape)} logical axes for the shape {tuple(shape)}, got "
+            f"{tuple(axes)}"
+        )
+    return nn.with_logical_partitioning(init, tuple(axes)) if axes else init
 
 
 def one_of(module: Any, field: str, allowed: Sequence, note: str = "") -> None:

@@ -157,21 +157,6 @@ class _LayerNormDense(_Dense):
     dot_input_axes: tuple[str | None, ...] = ()
     depth_scaling: float | None = None
 
-    def _make_norm(self, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        """(gamma, beta) for x, None where there is none."""
-        if not self.enable_layernorm:
-            return None, None
-        return self.make_norm_params(
-            last_size(self, x),
-            self.layernorm_type,
-            self.scale_init,
-            self.scale_axes,
-            self.ln_bias_init,
-            self.ln_bias_axes,
-            self.zero_centered_gamma,
-            self.param_dtype or self.dtype,
-        )
-
 
 class LayerNormDenseGeneral(_LayerNormDense):
     """A norm and a DenseGeneral; returns (y, the norm's output or None), or (y, bias, that) with return_bias.
@@ -187,16 +172,19 @@ class LayerNormDenseGeneral(_LayerNormDense):
         if self.enable_layernorm and canonical_tuple(self.axis) not in ((-1,), (x.ndim - 1,)):
             raise ValueError(f"LayerNormDenseGeneral.axis: expected -1, the axis of the norm, got {self.axis}")
         options = Norm(self.epsilon, self.zero_centered_gamma)
-        gamma, beta = self._make_norm(x)
+        gamma, beta = self.make_norm(last_size(self, x), self.param_dtype or self.dtype)
         separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
+        fused = self.enable_layernorm and not separate
         if self.enable_layernorm and separate:
-            x = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
+            x = norm(options, x, gamma, beta)
+        if not fused:
+            x = constrain(x, self.dot_input_axes)
         returned = x if self.return_layernorm_output else None
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
         quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
-        if self.enable_layernorm and not separate:
+        if fused:
             y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
         else:
             y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
@@ -224,7 +212,9 @@ class Projection(_LayerNormDense):
 
     def setup(self):
         x = jax.ShapeDtypeStruct((self.inputs,), jnp.float32)
-        norm = self._make_norm(x)  # in the order of LayerNormDenseGeneral, on which initial values depend
+        norm = self.make_norm(
+            self.inputs, self.param_dtype or self.dtype
+        )  # in the order of LayerNormDenseGeneral, on which initial values depend
         kernel, bias, _ = self._make_kernel(x, 1)
         quantizers = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
         self.parts = ProjectionParts(*norm, kernel, bias, *quantizers)

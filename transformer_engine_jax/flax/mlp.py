@@ -96,18 +96,7 @@ class LayerNormMLP(Fp8Module):
         hidden, count = last_size(self, x), len(activations)
         x = constrain(x, self.layernorm_input_axes)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
-        gamma = beta = None
-        if self.enable_layernorm:
-            gamma, beta = self.make_norm_params(
-                hidden,
-                self.layernorm_type,
-                self.scale_init,
-                self.scale_axes,
-                self.ln_bias_init,
-                self.ln_bias_axes,
-                self.zero_centered_gamma,
-                self.dtype,
-            )
+        gamma, beta = self.make_norm(hidden, self.dtype)
         kernels, (bias_1, bias) = self._make_kernels(hidden, count)
         biases = (bias_1, None if self.return_bias else bias)
         first, unused_1 = self.gemm_quantizers("gemm_1", self.quantization_checkpoint_name)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.flax.base import check_positive
+from transformer_engine_jax.flax.base import check_positive, with_axes
 
 SIZES = ("num_buckets", "max_distance", "num_attention_heads")
 
@@ -30,8 +30,9 @@ class RelativePositionBiases(nn.Module):
         """Lengths -> biases [1, heads, q_seqlen, k_seqlen]; ValueError where buckets and distances do not fit."""
         check_positive(self, *SIZES)
         self._check(q_seqlen, k_seqlen, bidirectional)
-        init = nn.with_logical_partitioning(self.embedding_init, self.embedding_axes)
-        table = self.param("rel_embedding", init, (self.num_attention_heads, self.num_buckets), self.dtype)
+        shape = (self.num_attention_heads, self.num_buckets)
+        init = with_axes(self, "rel_embedding", self.embedding_init, self.embedding_axes, shape)
+        table = self.param("rel_embedding", init, shape, self.dtype)
         if not q_seqlen or not k_seqlen:
             return jnp.zeros((1, len(table), q_seqlen, k_seqlen), table.dtype)
         # By distance first: a table [q_seqlen, k_seqlen] of buckets would be a constant of the program. Products and

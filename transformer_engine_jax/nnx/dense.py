@@ -160,7 +160,9 @@ class LayerNormDenseGeneral(_Dense):
         separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
         fused = self.enable_layernorm and not separate
         if self.enable_layernorm and separate:
-            x = constrain(norm(options, x, gamma, beta), self.dot_input_axes)
+            x = norm(options, x, gamma, beta)
+        if not fused:
+            x = constrain(x, self.dot_input_axes)
         normed = x if self.return_layernorm_output else None
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias = self._kernel_and_bias()
