@@ -85,6 +85,8 @@ SHAPES = {
     "gpt": Shape(8, 2048, 4096, 16384, 32, 32),
     "llama": Shape(4, 4096, 4096, 14336, 32, 8, rmsnorm=True, gated=True, rope=True, biases=False),
     "small": Shape(8, 1024, 1024, 4096, 16, 16),
+    "gpt2": Shape(8, 1024, 768, 3072, 12, 12),
+    "llama-70b": Shape(2, 4096, 8192, 28672, 64, 8, rmsnorm=True, gated=True, rope=True, biases=False),
     "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as is the next
     "tiny-llama": Shape(2, 64, 128, 256, 4, 2, rmsnorm=True, gated=True, rope=True, biases=False),
 }

@@ -211,12 +211,14 @@ def test_cudnn_itself_in_a_window():
     [
         ({}, {}, {}, "has all that is asked for"),
         ({"dtype": jnp.float32}, {}, {}, r"bf16 or f16, not \['float32'\]"),
-        ({"d": 256}, {}, {}, "head sizes up to 128, not 256"),
+        ({"d": 256}, {}, {}, "has all that is asked for"),
+        ({"d": 264}, {}, {}, "head sizes up to 256, not 264"),
         ({"d": 20}, {}, {}, "has all that is asked for"),
         ({"k": 0}, {}, {}, "at least one query and one key"),
         ({"k": 25}, {"causal": True}, {}, "has all that is asked for"),
         ({"k": 25}, {"causal": True, "bottom_right": True}, {}, "need even lengths, not 32 and 25"),
-        ({}, {"softmax_type": "off_by_one"}, {}, "no off_by_one softmax"),
+        ({}, {"softmax_type": "off_by_one"}, {}, "has all that is asked for"),
+        ({}, {"softmax_type": "off_by_one"}, {"bias": BIAS}, "off_by_one softmax has no masks, biases or descriptors"),
         ({}, {"score_mod": lambda s, q, k: s}, {}, "no score_mod"),
         ({}, {"dropout": 0.1}, {"dropout_key": 1}, "no dropout key"),
         ({}, {"dropout": 0.1}, {}, "has all that is asked for"),
@@ -228,6 +230,7 @@ def test_cudnn_itself_in_a_window():
 )  # fmt: skip
 def test_the_choice_names_its_reason(shapes, fields, call, why, monkeypatch):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    monkeypatch.setattr(backends, "most_head_size", lambda: 256)
     q, k, d, dtype = ({"q": Q, "k": K, "d": D, "dtype": jnp.bfloat16} | shapes).values()
     query, key = (jax.ShapeDtypeStruct((B, n, heads, d), dtype) for n, heads in ((q, H), (k, G)))
     backend, reason = attention_backend(Attention(1.0, **fields), query, key, key, **call)

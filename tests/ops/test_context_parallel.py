@@ -10,17 +10,14 @@ import pytest
 from emulated import F32
 from jax.sharding import PartitionSpec as P
 
-import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import (
     Attention,
     ContextParallel,
     SequenceDescriptor,
     backends,
-    cudnn_parts,
     dot_product_attention,
     inverse_reorder_causal_load_balancing,
-    op,
     reference,
     reorder_causal_load_balancing,
 )
@@ -103,85 +100,6 @@ def test_balanced_order(window, strategy):
         got = step(options, parallel, tuple(qkv), dy, {})
     got = jax.tree.map(lambda x: back(x) if x.ndim == 4 else x, got)
     testing.assert_close(got, step(options, None, tuple(QKV), DY, {}), F32)
-
-
-def plain_forward(scale, causal, query, key, value):
-    """cudnn_forward in plain JAX."""
-    scores, value = plain_scores(scale, causal, query, key), jnp.repeat(value, H // G, axis=2)
-    logs = jax.nn.logsumexp(scores, axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores - logs[..., None]), value), logs
-
-
-def plain_backward(scale, causal, query, key, value, logs, out, dout):
-    """cudnn_backward in plain JAX."""
-    weights = jnp.exp(plain_scores(scale, causal, query, key) - logs[..., None])
-    key, value = (jnp.repeat(x, H // G, axis=2) for x in (key, value))
-    along = jnp.einsum("bqhd,bqhd->bhq", dout, out)[..., None]
-    dscores = scale * weights * (jnp.einsum("bqhd,bkhd->bhqk", dout, value) - along)
-    of_groups = lambda x: x.reshape(*x.shape[:2], G, H // G, -1).sum(axis=3)
-    dkey, dvalue = (jnp.einsum("bhqk,bqhd->bkhd", w, x) for w, x in ((dscores, query), (weights, dout)))
-    return jnp.einsum("bhqk,bkhd->bqhd", dscores, key), of_groups(dkey), of_groups(dvalue)
-
-
-def plain_scores(scale, causal, query, key):
-    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", query, jnp.repeat(key, H // G, axis=2))
-    return jnp.where(jnp.tri(*scores.shape[2:], dtype=bool), scores, -jnp.inf) if causal else scores
-
-
-@STRATEGIES
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("causal, balanced", [(False, False), (True, False), (True, True)])
-def test_parts_for_cudnn(monkeypatch, causal, balanced, explicit, strategy):
-    monkeypatch.setattr(op, "attention_backend", lambda *_, **__: ("cudnn", "to be tried"))
-    monkeypatch.setattr(cudnn_parts, "cudnn_forward", plain_forward)
-    monkeypatch.setattr(cudnn_parts, "cudnn_backward", plain_backward)
-    options, parallel = Attention(0.3, causal=causal), ContextParallel("cp", strategy, load_balanced=balanced)
-    order, back = (
-        partial(f, cp_size=4) if balanced else lambda x: x
-        for f in (reorder_causal_load_balancing, inverse_reorder_causal_load_balancing)
-    )
-    # To cuDNN's call all other axes must be the compiler's.
-    mesh = testing.mesh_of((4,), ("cp",), explicit=True) if explicit else testing.mesh_of((2, 4), ("data", "cp"))
-    spec = P(None if explicit else "data", "cp")
-    *qkv, dy = testing.shard(mesh, [order(x) for x in (*QKV, DY)], [spec] * 4)
-    with testing.on_mesh(mesh):
-        got = step(options, parallel, tuple(qkv), dy, {})
-    monkeypatch.undo()
-    got = jax.tree.map(lambda x: back(x) if x.ndim == 4 else x, got)
-    testing.assert_close(got, step(options, None, tuple(QKV), DY, {}), F32)
-
-
-@STRATEGIES
-def test_parts_are_cudnns(monkeypatch, strategy):
-    """Lowered for CUDA, as many calls of cuDNN as there are parts."""
-    monkeypatch.setattr(backends, "platform", lambda: "gpu")
-    attend = partial(
-        dot_product_attention, options=Attention(0.3, causal=True), context_parallel=ContextParallel("cp", strategy)
-    )
-
-    def both(query, key, value):
-        return jax.vjp(attend, query, key, value)[1](query)
-
-    mesh = testing.mesh_of((2, 4), ("data", "cp"))
-    qkv = testing.shard(mesh, [x.astype(jnp.bfloat16) for x in (QKV[0], QKV[1], QKV[1])], [P("data", "cp")] * 3)
-    with testing.on_mesh(mesh):
-        traced = jax.jit(both).trace(*qkv)
-        assert "CustomSPMDPartitioning" in traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert "cudnn" in str(te.explain(both, *qkv))
-    for call in ("fwd", "bwd"):
-        assert str(traced.jaxpr).count(f"= dot_product_attention_{call}_wrapper[") == 4
-
-
-@STRATEGIES
-def test_one_device(strategy):
-    """On a GPU this is cuDNN's."""
-    options, parallel = Attention(0.3, causal=True), ContextParallel("cp", strategy, load_balanced=True)
-    mesh = testing.mesh_of((1,), ("cp",))
-    *qkv, dy = testing.shard(mesh, [x.astype(jnp.bfloat16) for x in (*QKV, DY)], [P(None, "cp")] * 4)
-    with testing.on_mesh(mesh):
-        got = step(options, parallel, tuple(qkv), dy, {})
-    exact = [np.asarray(x, np.float32) for x in jax.device_get((*qkv, dy))]
-    testing.assert_close(got, step(options, None, tuple(exact[:3]), exact[3], {}), 1e-2)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,13 @@ def platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def most_head_size() -> int:
+    """Of cuDNN's attention on the GPUs here: 256 from Hopper on."""
+    gpus = jax.local_devices(backend="gpu") if jax.default_backend() == "gpu" else []
+    hopper = all(float(gpu.compute_capability) >= 9 for gpu in gpus)
+    return 256 if hopper else 128
+
+
 @functools.lru_cache(maxsize=1024)
 def _warn(why: str) -> None:
     warnings.warn(f"dot_product_attention: computed in plain JAX, not by cuDNN: {why}", stacklevel=4)
@@ -68,16 +75,18 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     form = visibility_form(options, q_len, k_len, sequences, mask)
     yield platform() != "gpu", "cuDNN needs an NVIDIA GPU"
     yield len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}, f"cuDNN needs bf16 or f16, not {sorted(dtypes)}"
-    yield size > 128, f"cuDNN needs head sizes up to 128, not {size}"
+    most = most_head_size()
+    yield size > most, f"cuDNN needs head sizes up to {most}, not {size}"
     yield 0 in (q_len, k_len), "cuDNN needs at least one query and one key"
-    yield options.softmax_type != "vanilla", f"JAX's cuDNN call has no {options.softmax_type} softmax"
+    offset, whole = options.softmax_type != "vanilla", form == "plain" and bias is None
+    yield offset and not whole, f"cuDNN's {options.softmax_type} softmax has no masks, biases or descriptors"
     yield options.score_mod is not None, "JAX's cuDNN call has no score_mod"
     yield dropout_key is not None, "JAX's cuDNN call has no dropout key"
     manual = {context_parallel.axis} if context_parallel else set()
     explicit = set(jax.typeof(query).sharding.mesh.explicit_axes) - manual
     yield bool(explicit), f"JAX's cuDNN call knows no explicit mesh axes: {sorted(explicit)}"
     if context_parallel:
-        parts_only = form == "plain" and options.reach[0] < 0 and bias is None
+        parts_only = whole and options.reach[0] < 0
         yield not parts_only, f"over {context_parallel.axis!r} cuDNN has no masks, biases, windows or descriptors"
         yield options.causal and q_len != k_len, f"over {context_parallel.axis!r} cuDNN needs as many keys as queries"
         return

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from transformer_engine_jax.ops.attention.cudnn_parts import Parts, attention_of_parts
+from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference, running_attention
 from transformer_engine_jax.ops.attention.sequences import Places
@@ -106,14 +106,18 @@ def context_parallel_attention(
     return _on_axis(parallel.axis, local, operands, specs, sharded)
 
 
-def context_parallel_cudnn(parallel: ContextParallel, options: Attention, query, key, value) -> jax.Array:
+def context_parallel_cudnn(
+    parallel: ContextParallel, options: Attention, query, key, value, softmax_offset
+) -> jax.Array:
     """As `context_parallel_attention`, by cuDNN: whole sequences, causal or not; ValueError likewise."""
     _check_lengths(parallel, query, key)
-    ring, size = parallel.strategy == "RING", parallel.size()
-    balanced = parallel.load_balanced
-    local = partial(attention_of_parts, Parts(parallel.axis, size, ring, balanced, options.causal, options.scale))
-    sharded = P(None, parallel.axis)
-    return _on_axis(parallel.axis, local, (query, key, value), (sharded,) * 3, sharded)
+    over = dict(size=parallel.size(), ring=parallel.strategy == "RING", balanced=parallel.load_balanced)
+    parts = Parts(options.scale, Mask(options.causal), parallel.axis, **over)
+    operands, sharded = (query, key, value), P(None, parallel.axis)
+    if options.softmax_type != "vanilla":
+        operands += (jnp.zeros(query.shape[2]) if softmax_offset is None else softmax_offset,)
+    specs = (*[sharded] * 3, P())[: len(operands)]
+    return _on_axis(parallel.axis, partial(attention_of_parts, parts), operands, specs, sharded)
 
 
 def _check_lengths(parallel: ContextParallel, query, key) -> None:

@@ -7,18 +7,24 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.kernel import differentiable, kernel, use_references
 from transformer_engine_jax.ops.attention.backends import visibility_form
+from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, starts_and_lengths, visible
 
 
 def cudnn_attention(
-    options: Attention, query, key, value, *, sequence_descriptor, queries: Places, keys: Places, mask, bias
-) -> jax.Array:
+    options: Attention, query, key, value, *,
+    sequence_descriptor, queries: Places, keys: Places, mask, bias, softmax_offset=None,
+) -> jax.Array:  # fmt: skip
     """[B, Q, H, Dv] by cuDNN; arguments as in `attention_reference`, with the descriptor that places come from."""
+    if options.softmax_type != "vanilla":
+        offset = jnp.zeros(query.shape[2]) if softmax_offset is None else softmax_offset
+        parts = Parts(options.scale, Mask(options.causal, options.reach[0]))
+        return attention_of_parts(parts, query, key, value, offset)
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
     v_size = value.shape[-1]
     size = -(-max(query.shape[-1], v_size) // 8) * 8
-    query, key, value = (widened(x, size) for x in (query, key, value))  # zeros change neither logits nor sums
+    query, key, value = (widened(x, size) for x in (query, key, value))
     if bias is not None:
         bias = _placed(None, query, _bias(options, bias, query, key))
     if form == "plain":
@@ -107,11 +113,6 @@ def _attending(q_lens, k_lens, left: int):
         q_lens = jnp.minimum(q_lens, k_lens + left)
     some = (q_lens > 0) & (k_lens > 0)
     return jnp.where(some, q_lens, 0), jnp.where(some, k_lens, 0)
-
-
-def widened(x, size: int) -> jax.Array:
-    """x with zeros up to a head size of `size`."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
 
 
 def _bias(options: Attention, bias, query, key):

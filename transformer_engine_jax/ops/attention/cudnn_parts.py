@@ -1,9 +1,12 @@
-"""Context parallelism by cuDNN: the queries of each device meet the keys of one device after another.
+"""cuDNN's attention over some of the keys, and how such parts become attention over all.
 
-Attention over some of the keys comes with the logarithm of its softmax's sum, by which parts are merged. Backward, each
-part is given the output and the logarithm of all keys, which makes its gradients parts of the whole's: ring attention
-(Liu et al., 2023) on flash attention (Dao, 2023). What causality hides from a device is not computed; in the balanced
-order every device then has as much to do as the others.
+Attention over a part comes with the logarithm of its softmax's sum, by which parts are merged. Backward, each part is
+given the output and the logarithm of all, which makes its gradients parts of the whole's: flash attention (Dao, 2023),
+ring attention (Liu et al., 2023). Here a part is
+
+- the keys of another device, where a mesh axis shards the sequence. What causality hides from a device is not computed;
+  in the balanced order every device then has as much to do as the others;
+- one more logit that has no value: the offset of the softmax.
 """
 
 from __future__ import annotations
@@ -16,41 +19,54 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.kernel import differentiable
-from transformer_engine_jax.ops.attention.cudnn import widened
 
 ALL, FIRST, SECOND = (0, 2), (0, 1), (1, 2)  # from and to which half of a device's tokens
 
 
+class Mask(NamedTuple):
+    """What a query sees of the keys given: all, those up to its own place, or of these the nearest."""
+
+    causal: bool = False
+    left: int = -1  # how many before its own place, -1 for all; only where causal
+
+
 class Parts(NamedTuple):
-    """What the op needs to know at trace time; inside a shard_map that makes `axis` manual."""
+    """What the op needs to know at trace time; with several devices, inside a shard_map that makes `axis` manual."""
 
-    axis: str
-    size: int
-    ring: bool  # keys go round from device to device; else all are gathered
-    balanced: bool
-    causal: bool
     scale: float
+    mask: Mask
+    axis: str = ""
+    size: int = 1  # devices along the axis
+    ring: bool = True  # keys go round from device to device; else all are gathered
+    balanced: bool = False  # the order of the tokens
 
 
-def attention_of_parts(parts: Parts, query, key, value) -> jax.Array:
-    """[B, Q, H, Dv] of this device's query [B, Q, H, D], key [B, K, G, D] and value [B, K, G, Dv], bf16 or f16."""
+def attention_of_parts(parts: Parts, query, key, value, offset=None) -> jax.Array:
+    """[B, Q, H, Dv] of this device's query [B, Q, H, D], key [B, K, G, D] and value [B, K, G, Dv], bf16 or f16.
+
+    offset: [H] one more logit of each head, or None.
+    """
     v_size = value.shape[-1]
     size = -(-max(query.shape[-1], v_size) // 8) * 8
-    return _attention(parts, *(widened(x, size) for x in (query, key, value)))[..., :v_size]
+    return _attention(parts, *(widened(x, size) for x in (query, key, value)), offset)[..., :v_size]
 
 
-def _forward(parts: Parts, query, key, value):
+def widened(x, size: int) -> jax.Array:
+    """x with zeros up to a head size of `size`, which change neither logits nor sums."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
+
+
+def _forward(parts: Parts, query, key, value, offset):
     out = jnp.zeros(query.shape, jnp.float32)
     total = jnp.full((query.shape[0], query.shape[2], query.shape[1]), -jnp.inf, jnp.float32)
 
-    def over(rows, columns, causal=False):
+    def over(rows, columns, mask=Mask()):
         def merged(out, total, key, value):
             at, keys = _span(rows, query), _span(columns, key)
-            part, logs = cudnn_forward(parts.scale, causal, query[:, at], key[:, keys], value[:, keys])
+            part, logs = cudnn_forward(parts.scale, mask, query[:, at], key[:, keys], value[:, keys])
             old = total[:, :, at]
             new = jnp.logaddexp(old, logs)
-            weight = lambda logs: jnp.moveaxis(jnp.exp(logs - new), 1, 2)[..., None]
-            sums = out[:, at] * weight(old) + part.astype(jnp.float32) * weight(logs)
+            sums = out[:, at] * _weight(old - new) + part.astype(jnp.float32) * _weight(logs - new)
             return _replaced(out, at, sums, axis=1), _replaced(total, at, new, axis=2)
 
         return merged
@@ -58,20 +74,28 @@ def _forward(parts: Parts, query, key, value):
     nothing = lambda out, total, key, value: (out, total)
     for step, (key_here, value_here) in enumerate(_rounds(parts, key, value)):
         out, total = _of_step(parts, step, over, nothing)(out, total, key_here, value_here)
+    if offset is not None:
+        new = jnp.logaddexp(total, offset.astype(jnp.float32)[:, None])
+        out, total = out * _weight(total - new), new
     out = out.astype(query.dtype)
-    return out, (query, key, value, out, total)
+    return out, (query, key, value, offset, out, total)
+
+
+def _weight(logs) -> jax.Array:
+    """exp of f32[B, H, Q] as [B, Q, H, 1]."""
+    return jnp.moveaxis(jnp.exp(logs), 1, 2)[..., None]
 
 
 def _backward(parts: Parts, residuals, dout):
-    query, key, value, out, total = residuals
+    query, key, value, offset, out, total = residuals
     dout = dout.astype(out.dtype)
     dquery = jnp.zeros(query.shape, jnp.float32)
 
-    def over(rows, columns, causal=False):
+    def over(rows, columns, mask=Mask()):
         def added(dquery, dkey, dvalue, key, value):
             at, keys = _span(rows, query), _span(columns, key)
             grads = cudnn_backward(
-                parts.scale, causal, query[:, at], key[:, keys], value[:, keys],
+                parts.scale, mask, query[:, at], key[:, keys], value[:, keys],
                 total[:, :, at], out[:, at], dout[:, at],
             )  # fmt: skip
             places = ((dquery, at), (dkey, keys), (dvalue, keys))
@@ -85,7 +109,14 @@ def _backward(parts: Parts, residuals, dout):
         of_step = _of_step(parts, step, over, nothing)
         dquery = dkeys.add(step, lambda dk, dv: of_step(dquery, dk, dv, key_here, value_here))
     dkey, dvalue = dkeys.home()
-    return dquery.astype(query.dtype), dkey.astype(key.dtype), dvalue.astype(value.dtype)
+    grads = dquery.astype(query.dtype), dkey.astype(key.dtype), dvalue.astype(value.dtype)
+    return *grads, None if offset is None else _offset_gradient(offset, total, out, dout)
+
+
+def _offset_gradient(offset, total, out, dout) -> jax.Array:
+    along = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1, keepdims=True)  # [B, Q, H, 1]
+    share = _weight(offset.astype(jnp.float32)[:, None] - total)
+    return -jnp.sum(share * along, axis=(0, 1, 3)).astype(offset.dtype)
 
 
 _attention = differentiable(_forward, _backward)
@@ -106,10 +137,8 @@ def _replaced(x, at: slice, part, axis: int):
 
 def _of_step(parts: Parts, step: int, over: Callable, nothing: Callable) -> Callable:
     """What a device computes of the keys that are `step` devices before it, going round."""
-    if not parts.causal:
-        return over(ALL, ALL)
-    if step == 0:
-        return over(ALL, ALL, causal=True)
+    if step == 0 or not parts.mask.causal:
+        return over(ALL, ALL, parts.mask)
     earlier = jax.lax.axis_index(parts.axis) >= step  # else these keys are those of a device further on
     if parts.balanced:
         cases = over(ALL, FIRST), over(SECOND, ALL)
@@ -151,7 +180,8 @@ class _Gathered:
         """of_step(sums of the owner) -> (something, *new sums); returns the something."""
         if self.parts.ring:
             out, *self.sums = of_step(*self.sums)
-            self.sums = [jax.lax.ppermute(x, self.parts.axis, _following(self.parts)) for x in self.sums]
+            if self.parts.size > 1:
+                self.sums = [jax.lax.ppermute(x, self.parts.axis, _following(self.parts)) for x in self.sums]
         else:
             owner = _owner(self.parts, step)
             out, *new = of_step(*(x[owner] for x in self.sums))
@@ -167,19 +197,19 @@ class _Gathered:
 # --- cuDNN -----------------------------------------------------------------------------------------------------------
 
 
-def cudnn_forward(scale: float, causal: bool, query, key, value) -> tuple[jax.Array, jax.Array]:
+def cudnn_forward(scale: float, mask: Mask, query, key, value) -> tuple[jax.Array, jax.Array]:
     """(output [B, Q, H, D], logarithms of the softmax's sums f32[B, H, Q])."""
-    cudnn, operands, static = _call(scale, causal, query, key, value)
+    cudnn, operands, static = _call(scale, mask, query, key, value)
     return tuple(cudnn._dot_product_attention_fwd_p_wrapper.bind(*operands, **static, is_training=True))
 
 
-def cudnn_backward(scale: float, causal: bool, query, key, value, logs, out, dout) -> tuple[jax.Array, ...]:
+def cudnn_backward(scale: float, mask: Mask, query, key, value, logs, out, dout) -> tuple[jax.Array, ...]:
     """(dquery, dkey, dvalue) where out and logs are those of these keys or of more."""
-    cudnn, operands, static = _call(scale, causal, query, key, value)
+    cudnn, operands, static = _call(scale, mask, query, key, value)
     return tuple(cudnn._dot_product_attention_bwd_p_wrapper.bind(*operands, logs, out, dout, **static))
 
 
-def _call(scale: float, causal: bool, query, key, value):
+def _call(scale: float, mask: Mask, query, key, value):
     # JAX's public call returns the logarithms, but takes none of other keys in its backward pass.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -189,9 +219,9 @@ def _call(scale: float, causal: bool, query, key, value):
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        mask_type=cudnn.MaskType.CAUSAL if mask.causal else cudnn.MaskType.NO_MASK,
         layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
+        sliding_window_length=None if mask.left < 0 else mask.left + 1,
     )
     if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd).parameters:
         static["score_mod"] = None

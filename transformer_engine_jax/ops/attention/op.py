@@ -81,7 +81,7 @@ def dot_product_attention(
     with decided("attention", backend, why):
         if context_parallel is not None:
             if backend == "cudnn":
-                return context_parallel_cudnn(context_parallel, options, query, key, value)
+                return context_parallel_cudnn(context_parallel, options, query, key, value, softmax_offset)
             warn_of_fallback(why)
             return context_parallel_attention(
                 context_parallel, options, query, key, value, queries=queries, keys=keys, **others
@@ -90,6 +90,7 @@ def dot_product_attention(
             return cudnn_attention(
                 options, query, key, value,
                 sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias,
+                softmax_offset=softmax_offset,
             )  # fmt: skip
         warn_of_fallback(why)
         return attention_reference(options, query, key, value, queries=queries, keys=keys, **others)
