@@ -379,7 +379,10 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
   out.vector = out.vector && aligned(a.x) && aligned(a.gamma.data) && aligned(a.beta.data);
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
   if (out.vector && current_device().architecture >= 90) {
-    if (out.cols <= 8 * Strip<T, 2>::kCols) {
+    // Few columns: one block that holds them all, as long as two such blocks fit, rather than several that wait for
+    // each other.
+    const bool one_block = out.cols > Strip<T, 2>::kCols && out.cols <= Strip<T, 4>::kCols && Strip<T, 4>::kBlocks > 1;
+    if (out.cols <= 8 * Strip<T, 2>::kCols && !one_block) {
       TE_CUDA_CHECK((launch_strips<T, 2>(stream, a, out)));
       return ffi::Error::Success();
     }
