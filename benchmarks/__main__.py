@@ -4,6 +4,7 @@ python -m benchmarks layer --config gpt llama small --against flax,flax-fp8,te -
 python -m benchmarks gemm --config gpt
 python -m benchmarks attention --config llama
 python -m benchmarks kernels --hidden 4096 16384
+python -m benchmarks accumulation
 python -m benchmarks train --steps 300
 python -m benchmarks sharded --config llama
 python -m benchmarks profile --config gpt --against te-delayed
@@ -16,10 +17,18 @@ import argparse
 import pathlib
 from collections.abc import Iterable
 
-from benchmarks import attention, gemm, kernels, layer, peers, profile, readme, report, sharded, train
+from benchmarks import accumulation, attention, gemm, kernels, layer, peers, profile, readme, report, sharded, train
 from benchmarks.shapes import SHAPES
 
-MODULES = {"layer": layer, "gemm": gemm, "attention": attention, "kernels": kernels, "train": train, "sharded": sharded}
+MODULES = {
+    "layer": layer,
+    "gemm": gemm,
+    "accumulation": accumulation,
+    "attention": attention,
+    "kernels": kernels,
+    "train": train,
+    "sharded": sharded,
+}
 LAYERS = ["flax", "flax-fp8", "te", "nvidia"]
 
 
@@ -44,10 +53,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         command = commands.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__)
         add = command.add_argument
         add("--json", type=pathlib.Path, metavar="FILE", help="write the rows to this file too")
+        if name == "accumulation":
+            add("--lengths", type=int, nargs="+", default=list(accumulation.LENGTHS), help="of the sums")
+            add("--size", type=int, default=accumulation.SIZE, help="rows and columns of the result")
+            continue
         if name == "kernels":
             add("--hidden", type=int, nargs="+", default=list(kernels.HIDDEN))
             add("--rows", type=int, default=16384)
             add("--only", default="", metavar="TEXT", help="kernels whose name holds TEXT")
+            add("--no-time", action="store_true", help="only compare with the references, for compute-sanitizer")
         else:
             several = {"nargs": "+", "default": ["gpt", "llama", "small"]} if name != "train" else {"default": "llama"}
             add("--config", choices=list(SHAPES), **several)
@@ -75,9 +89,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def rows_of(args: argparse.Namespace) -> Iterable[dict]:
     if args.what == "train":
         return train.run(args.config, chosen(args.against or train.DEFAULT, peers.CONTENDERS), train.Options.of(args))
+    if args.what == "accumulation":
+        return accumulation.run(args.lengths, args.size)
     timing = {"rounds": args.rounds, "calls_per_round": args.calls}
     if args.what == "kernels":
-        return kernels.run(args.hidden, args.rows, args.only, **timing)
+        return kernels.run(args.hidden, args.rows, args.only, time=not args.no_time, **timing)
     if args.what == "layer":
         against = chosen(args.against or LAYERS, peers.CONTENDERS)
         return layer.run(args.config, against, floor=not args.no_floor, copy=tuple(args.copy), **timing)

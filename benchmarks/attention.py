@@ -1,13 +1,17 @@
-"""Causal attention, forward and with its backward: ours with the backend it chooses, our reference, and jax.nn's."""
+"""Causal attention, forward and with its backward: ours with the backend it chooses, our reference, and jax.nn's.
+
+How far a result is off is said of the output or gradient that is furthest off from the reference's.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.compare import leaf_most_off, within
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import Repeated, Timing, interleaved, operand_sets, without_failures
 from transformer_engine_jax.ops.attention import Attention, dot_product_attention
@@ -15,6 +19,7 @@ from transformer_engine_jax.ops.attention.backends import attention_backend
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import places
 
+MOST_OFF = 2e-2  # bf16 outputs and gradients, of weights that were rounded to bf16
 BOTH = 3.5  # times the forward's operations: its two products and the backward's five, the scores anew among them
 
 
@@ -77,6 +82,17 @@ def measure(shape: Shape, passes: str, against: list[str], **timing) -> tuple[di
     return interleaved(programs, **timing), failed
 
 
+def errors(shape: Shape, passes: str, against: Iterable[str]) -> dict[str, float]:
+    """How far each contender is off from the reference."""
+    operands, (wrap, _) = _operands(shape), PASSES[passes]
+    expected = jax.jit(wrap(_reference))(*operands)
+    found = {}
+    for name in against:
+        got = jax.jit(wrap(CONTENDERS[name]))(*operands)
+        found[name] = within(MOST_OFF, leaf_most_off(got, expected), f"{name}, {passes} of {shape}")
+    return found
+
+
 def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
     """A row for each config, pass and contender."""
     for config in configs:
@@ -85,6 +101,7 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
         backend, _ = attention_backend(_options(query), query, key, value)
         for passes, (_, factor) in PASSES.items():
             times, failed = measure(shape, passes, against, **timing)
+            far = errors(shape, passes, times)
             for name in against:
                 row = {"config": config, "pass": passes, "contender": name}
                 row |= {"backend": backend} if name == "te" else {}
@@ -94,7 +111,7 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
                 ms, spread = times[name]
                 best = min(t.median for t in times.values())
                 tflop = factor * shape.attention_flop / ms / 1e9
-                yield row | {"ms": ms, "spread": spread, "tflop_per_s": tflop, "of_best": best / ms}
+                yield row | {"ms": ms, "spread": spread, "tflop_per_s": tflop, "of_best": best / ms, "off": far[name]}
 
 
 def line(row: dict) -> str:
@@ -104,5 +121,5 @@ def line(row: dict) -> str:
         return f"{what} skipped: {row['skipped']}"
     return (
         f"{what} {row['ms']:9.4f} ms  +-{row['spread']:.1%}  {row['tflop_per_s']:7.1f} TFLOP/s  "
-        f"{row['of_best']:.2f} of the best"
+        f"{row['of_best']:.2f} of the best  off {row['off']:.1e}"
     )

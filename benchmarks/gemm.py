@@ -1,20 +1,24 @@
 """Every matrix product of a layer: ours in FP8 (fast and split accumulation) and bf16, and XLA's, algorithms timed.
 
-An XLA contender is a plain dot_general of the same operands, for which XLA times cuBLASLt's algorithms by itself.
+An XLA contender is a plain dot_general of the same operands, for which XLA times cuBLASLt's algorithms by itself. How
+far a result is off is said of the operands as they are, quantized: by rounding it to bf16, and by accumulation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.compare import off, within
 from benchmarks.shapes import SHAPES, Product, products
 from benchmarks.timing import Repeated, Timing, interleaved, operand_sets, without_failures
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, quantize
 
+MOST_OFF = 1e-2  # of FP8 with fast accumulation, over 16384 terms of random signs: 3e-3
 SCALE = 64.0  # of normal data into FP8: within the range of both formats
 
 
@@ -58,9 +62,35 @@ def _operands(product: Product, fp8: bool) -> list[jax.Array]:
     return made + [jnp.float32(1 / SCALE)] * 2 if fp8 else made
 
 
+def _result_dtype(product: Product):
+    """Weight gradients are f32, as the parameters; other results bf16."""
+    return jnp.float32 if product.of_gradient == "b" else jnp.bfloat16
+
+
+def exact(a, b, *scales) -> jax.Array:
+    """The product with f32 sums; bf16 holds FP8 operands exactly. Not to be jitted: XLA would see through the casts,
+    and add in FP8's way."""
+    a, b = (x.astype(jnp.bfloat16) for x in (a, b))
+    product = jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return product * (scales[0] * scales[1]) if scales else product
+
+
+def errors(product: Product, against: Iterable[str]) -> dict[str, float]:
+    """How far each contender is off from `exact`."""
+    found, dtype = {}, _result_dtype(product)
+    for kind in {precision(name) for name in against}:
+        operands = _operands(product, kind == "fp8")
+        expected = exact(*operands)
+        for name in against:
+            if precision(name) == kind:
+                got = jax.jit(functools.partial(CONTENDERS[name], dtype))(*operands)
+                found[name] = within(MOST_OFF, off(got, expected), f"{name}, {product}")
+    return found
+
+
 def measure(product: Product, against: list[str], **timing) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(times, why others have none). Weight gradients are f32, as the parameters; other results bf16."""
-    dtype = jnp.float32 if product.of_gradient == "b" else jnp.bfloat16
+    """(times, why others have none)."""
+    dtype = _result_dtype(product)
     sets = {}
     for kind in {precision(name) for name in against}:
         operands = _operands(product, kind == "fp8")
@@ -79,6 +109,7 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
     for config in configs:
         for product in products(SHAPES[config]):
             times, failed = measure(product, against, **timing)
+            far = errors(product, times)
             best = {}
             for name, (ms, _) in times.items():
                 best[precision(name)] = min(ms, best.get(precision(name), ms))
@@ -90,6 +121,7 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
                     "spread": spread,
                     "tflop_per_s": product.flop / ms / 1e9,
                     "of_best": best[precision(name)] / ms,
+                    "off": far[name],
                 }
             for name, why in failed.items():
                 yield case | {"contender": name, "skipped": why}
@@ -103,5 +135,5 @@ def line(row: dict) -> str:
         return f"{what} skipped: {row['skipped']}"
     return (
         f"{what} {row['ms']:9.4f} ms  +-{row['spread']:.1%}  {row['tflop_per_s']:7.1f} TFLOP/s  "
-        f"{row['of_best']:.2f} of the best in {precision(row['contender'])}"
+        f"{row['of_best']:.2f} of the best in {precision(row['contender'])}  off {row['off']:.1e}"
     )

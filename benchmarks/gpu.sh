@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds for the GPU that is here, with the packages that are here, and runs checks and tests on it.
 #
-#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [attention] [sharded]
+#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [accumulation] [attention] [sharded] [sanitize]
 #
 # Logs go to the folder OUT; the parts default to the first three.
 set -u -o pipefail
@@ -17,11 +17,16 @@ status=0
 for part in "${@:-kernels tests train}"; do
   for step in $part; do
     case $step in
-      kernels) python3 benchmarks/kernels_check.py --json "$out/kernels.json" 2>&1 | tee "$out/kernels.log" | tail -70 ;;
       # By name as they end, so that a run that is cut short still says what failed.
       tests) python3 -m pytest -v -n "$(nproc)" --dist worksteal 2>&1 | tee "$out/tests.log" | grep -E "FAILED|ERROR|passed" ;;
       train) python3 examples/train_gpt.py --out "$out/run" 2>&1 | tee "$out/train.log" | tail -20 ;;
-      layer | gemm | attention | sharded) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
+      # Every memory-bound kernel at odd sizes and at those of each of its paths.
+      sanitize)
+        for tool in memcheck racecheck; do
+          compute-sanitizer --tool "$tool" --error-exitcode 9 python3 -m benchmarks kernels --no-time --rows 130 \
+            --hidden 40 257 1000 1024 4096 2>&1 | tee "$out/$tool.log" | tail -1 || status=1
+        done ;;
+      kernels | layer | gemm | accumulation | attention | sharded) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
       *) echo "unknown step $step"; exit 2 ;;
     esac || status=1
   done

@@ -22,6 +22,7 @@ LAYER: Columns = {
     "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
 }
 RATE: Columns = {"ms": lambda r: f"{r['ms']:.3g}", "TFLOP/s": lambda r: f"{r['tflop_per_s']:.0f}"}
+OFF: Columns = {"off": lambda r: f"{r['off']:.0e}"}
 TABLES: dict[str, tuple[str, Columns]] = {
     "layer": ("One Transformer layer, forward and backward with all gradients", LAYER),
     "gemm": (
@@ -32,6 +33,17 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
             "by": lambda r: r["contender"],
             **RATE,
+            **OFF,
+        },
+    ),
+    "accumulation": (
+        "Accumulation of FP8 products, against f32",
+        {
+            "length": lambda r: str(r["k"]),
+            "data": lambda r: r["data"],
+            "accumulation": lambda r: r["contender"],
+            **OFF,
+            "lost": lambda r: f"{r['lost']:.1%}",
         },
     ),
     "attention": (
@@ -41,6 +53,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "pass": lambda r: r["pass"],
             "by": lambda r: f"{r['contender']} ({r['backend']})" if "backend" in r else r["contender"],
             **RATE,
+            **OFF,
         },
     ),
     "kernels": (
@@ -50,6 +63,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "size": lambda r: f"{r['rows']} x {r['hidden']}",
             "TB/s": lambda r: f"{r['tb_per_s']:.2f}",
             "of a copy": lambda r: f"{r['of_copy']:.2f}",
+            **OFF,
         },
     ),
     "train": (

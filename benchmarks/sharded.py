@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
+from benchmarks.compare import off
 from benchmarks.layer import gradients, temp_gib
 from benchmarks.peers import our_layer
 from benchmarks.shapes import SHAPES, Shape
@@ -102,20 +103,6 @@ class Step:
         """The output and the gradients of a first step."""
         y, dparams, _, dx = self.compiled(self.params, self.state, self.x, self.dy)
         return {"output": self.restored(y), "gradients": (dparams, self.restored(dx))}
-
-
-def off(got: Any, expected: Any) -> float:
-    """|got - expected| / |expected| in L2 over all leaves, computed where `got` lies."""
-
-    @jax.jit
-    def squares(got, expected):
-        total = lambda leaves: sum(jnp.sum(jnp.square(x)) for x in leaves)
-        wide = lambda tree: [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
-        return total(g - e for g, e in zip(wide(got), wide(expected), strict=True)), total(wide(expected))
-
-    expected = jax.tree.map(lambda g, e: jax.device_put(e, g.sharding), got, expected)
-    difference, norm = squares(got, expected)
-    return float(np.sqrt(difference / norm))
 
 
 def run(configs: list[str], against: list[str], *, devices: int | None = None, **timing) -> Iterator[dict]:

@@ -5,12 +5,15 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import floor, gemm, kernels, layer, peers, readme, report, sharded
+from benchmarks import compare, floor, gemm, kernels, layer, peers, readme, report, sharded
 from benchmarks.shapes import SHAPES, products
 from examples.gpt.data import load
+from transformer_engine_jax.kernel import use_references
+from transformer_engine_jax.ops.quantize import amax
 
 
 def rows_of(tmp_path, *argv) -> list[dict]:
@@ -45,8 +48,6 @@ def test_layer_has_ratios_to_the_first_contender_and_to_the_floor(tmp_path, monk
 
 def test_every_contender_computes_the_same_layer():
     """The peers' layers and ours have the same kernels, so that the same work is timed."""
-    import jax
-    import jax.numpy as jnp
     from flax import linen as nn
 
     for config in ("tiny", "tiny-llama"):
@@ -69,6 +70,7 @@ def test_gemm_has_all_products_and_their_best(tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "products", lambda shape: [p for p in products(shape) if p.name.startswith("fc1")])
     rows = rows_of(tmp_path, "gemm", "--config", "tiny-llama", *QUICK)
     assert len(rows) == 3 * len(gemm.CONTENDERS)
+    assert all(r["off"] < 2**-8 for r in rows)  # bf16 results, of exact products
     fprop, dgrad, wgrad = (r for r in rows if r["contender"] == "fp8-fast")
     assert (fprop["m"], fprop["n"], fprop["k"]) == (128, 512, 128)  # both halves of swiglu in one
     assert (dgrad["m"], dgrad["n"], dgrad["k"]) == (128, 128, 512)
@@ -82,6 +84,7 @@ def test_attention_names_the_backend_and_skips_what_is_not_there(tmp_path):
     rows = rows_of(tmp_path, "attention", "--config", "tiny-llama", "--against", "te,jax-cudnn,jax-xla", *QUICK)
     by = {(r["pass"], r["contender"]): r for r in rows}
     assert by["forward", "te"]["backend"] in ("cudnn", "reference") and "ms" in by["forward+backward", "jax-xla"]
+    assert all(row["off"] < 2e-2 for row in rows if "skipped" not in row)
     if by["forward", "te"]["backend"] == "reference":
         assert "skipped" in by["forward", "jax-cudnn"]
 
@@ -95,6 +98,32 @@ def test_kernels_count_each_operand_and_result_once(tmp_path):
     assert plain["bytes"] == 24 * 128 * (2 + 2 + 1 + 1) + 4 + 4
     assert dbias["bytes"] == plain["bytes"] + 4 * 128
     assert odd["hidden"] == 7 and math.isclose(odd["of_copy"], odd["tb_per_s"] / odd["copy_tb_per_s"], rel_tol=1e-3)
+
+
+def test_kernels_are_compared_with_their_references(tmp_path, monkeypatch):
+    compared = tmp_path / "compared.json"
+    command.main(["kernels", "--no-time", "--rows", "24", "--hidden", "32", "--json", str(compared)])
+    rows = json.loads(compared.read_text())["rows"]
+    assert len(rows) == len(list(kernels.cases(24, 32)))
+    assert all(row["off"] <= kernels.MOST_OFF and "ms" not in row for row in rows)
+
+    def wrong(x):  # in one value of 24 x 32, where it is not the reference
+        y = amax(x) + x
+        return y if use_references.value else y.at[3, 5].multiply(2.0)
+
+    monkeypatch.setattr(kernels, "cases", lambda rows, hidden: [("wrong", wrong, [((rows, hidden), jnp.float32)])])
+    with pytest.raises(AssertionError, match="wrong at 24 x 32: .* off from its reference, expected at most 2.0e-03"):
+        command.main(["kernels", "--no-time", "--rows", "24", "--hidden", "32"])
+
+
+def test_accumulation_is_exact_on_a_cpu(tmp_path):
+    if jax.default_backend() == "gpu":
+        pytest.skip("a GPU's tensor cores are what the benchmark measures")
+    rows = rows_of(tmp_path, "accumulation", "--lengths", "64", "--size", "32")
+    assert [row["contender"] for row in rows] == 3 * ["split", "fast"]
+    assert all(row["off"] < 1e-6 and abs(row["lost"]) < 1e-6 for row in rows)
+    assert math.isclose(compare.off([jnp.float32([3.0, 4.0])], [jnp.float32([3.0, 3.0])]), 1 / 18**0.5, rel_tol=1e-6)
+    assert compare.off(jnp.zeros(3), jnp.zeros(3)) == 0 and compare.off(jnp.ones(3), jnp.zeros(3)) == math.inf
 
 
 def test_all_kernels_of_a_layer_are_among_the_cases():
