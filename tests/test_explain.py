@@ -170,17 +170,18 @@ def test_attention_and_products_say_why_something_else_runs(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # nothing is compiled: only what would run is said
 
     def step(q, k, v, a, b):
-        attended = te.dot_product_attention(q, k, v, options=te.Attention(scale=1.0, softmax_type="off_by_one"))
+        options = te.Attention(scale=1.0, score_mod=lambda scores, *_: jnp.tanh(scores))
+        attended = te.dot_product_attention(q, k, v, options=options)
         return attended, gemm(a, b, None, None, None, None, None, dtype=jnp.float32).d
 
     heads = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.bfloat16)
     for k, why in ((32, ""), (24, "in bf16: FP8 tensor cores need k and n in multiples of 16")):
         a, b = (jax.ShapeDtypeStruct((16, k), jnp.float8_e4m3fn) for _ in range(2))
-        with pytest.warns(UserWarning, match="off_by_one"):
+        with pytest.warns(UserWarning, match="score_mod"):
             backends._warn.cache_clear()
             *attention, product = te.explain(step, heads, heads, heads, a, b).rows
         assert product.why == why
-        assert {r.why for r in attention} == {"attention: reference (JAX's cuDNN call has no off_by_one softmax)"}
+        assert {r.why for r in attention} == {"attention: reference (JAX's cuDNN call has no score_mod)"}
 
 
 def test_a_new_kernel_shows_up_by_itself():

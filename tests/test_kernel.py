@@ -259,8 +259,9 @@ def test_wrong_numbers_of_buffers_and_attributes_raise():
 
 
 def test_every_target_has_a_handler_on_every_platform():
+    of_cudnn = {"te_attention_fwd", "te_attention_bwd"}  # elsewhere their references run
     for platform, targets in HANDLERS.items():
-        assert set(targets) == set(HANDLERS["cpu"]), platform
+        assert set(targets) - of_cudnn == set(HANDLERS["cpu"]), platform
 
 
 def test_empty_tensors():

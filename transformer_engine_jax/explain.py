@@ -267,6 +267,8 @@ def _handler(call, platform: str) -> str:
         return "plain JAX: references are asked for"
     if language is None:
         return f"plain JAX: no handlers for {platform}"
+    if {"gpu": "cuda"}.get(platform, platform) not in call.kernel.platforms:
+        return f"plain JAX: {target} has no {language} handler"
     registered = HANDLERS.get("cpu" if platform == "cpu" else "CUDA", {})
     return f"{target} in {language}" if target in registered else f"nothing: {target} has no {language} handler here"
 

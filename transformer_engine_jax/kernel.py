@@ -96,12 +96,12 @@ def _name_axes(kernel: Kernel, attributes: Mapping[str, Any], ranks: Sequence[in
 class Kernel:
     """A declared kernel: called like its reference, it runs the platform's FFI handler ``te_<name>``."""
 
-    def __init__(self, reference: Callable, rule: str, whole, reduce, once, workspace, note):
+    def __init__(self, reference: Callable, rule: str, whole, reduce, once, by_shard, platforms, workspace, note):
         functools.update_wrapper(self, reference)
         self.reference, self.rule, self.name = reference, rule, reference.__name__
         self.operands, self.results = _parse(rule)
         self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
-        self.note = note
+        self.by_shard, self.platforms, self.note = dict(by_shard), frozenset(platforms), note
         parameters = inspect.signature(reference).parameters.values()
         self.operand_names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.attribute_defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -110,9 +110,10 @@ class Kernel:
         self.result_names = list(self.result_type._fields) if self.result_type else ["result"]
         if (len(self.operand_names), len(self.result_names)) != (len(self.operands), len(self.results)):
             raise TypeError(f"{self.name}: the rule `{rule}` does not name {self.operand_names} -> {self.result_names}")
-        unknown = (set(self.reduce) - set(self.result_names)) | (self.once - set(self.operand_names))
+        unknown = (set(self.reduce) - set(self.result_names)) | ((self.once | set(by_shard)) - set(self.operand_names))
+        unknown |= set(self.by_shard.values()) - {*self.operand_names, *self.result_names}
         if unknown:
-            raise TypeError(f"{self.name}: reduce/once name unknown buffers {sorted(unknown)}")
+            raise TypeError(f"{self.name}: reduce/once/by_shard name unknown buffers {sorted(unknown)}")
 
     def __call__(self, *operands, **attributes):
         if len(operands) != len(self.operand_names):
@@ -145,6 +146,8 @@ def kernel(
     whole: str | Callable[[dict], str] = "",
     reduce: Mapping[str, str] | None = None,
     once: Sequence[str] = (),
+    by_shard: Mapping[str, str] | None = None,
+    platforms: Sequence[str] = ("cpu", "cuda"),
     workspace: Callable[..., int] | None = None,
     note: Callable[..., str] | None = None,
 ) -> Callable[[Callable], Kernel]:
@@ -155,11 +158,17 @@ def kernel(
       whole: letters of axes that must not be sharded; or a function of the attributes that says so.
       reduce: result name -> "max" or "sum", how shards of a result that lost a sharded axis are combined.
       once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
+      by_shard: seed -> buffer. A seed is an operand, a vector of integers, to whose first entry each shard adds its
+        number, so that no two draw the same. The buffer's sharding alone says how the call is sharded: as a result of
+        the forward and an operand of the backward pass it makes both draw the same.
+      platforms: where there is a handler; elsewhere the reference is compiled.
       workspace: bytes of scratch memory the CUDA handler takes as its last result, from the operands
         (objects with shape and dtype, or None) and the attributes.
       note: what `explain` says of a call on CUDA, from the same; "" where there is nothing to say.
     """
-    return lambda reference: Kernel(reference, rule, whole, reduce or {}, once, workspace, note)
+    return lambda reference: Kernel(
+        reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note
+    )
 
 
 class _Call(NamedTuple):
@@ -279,11 +288,15 @@ def _sharding_rule(call: _Call, present) -> tuple[str, dict]:
     return text, factors
 
 
-def _assign(axes: Axes, whole: set[str], specs: Sequence[Sequence]) -> dict[str, tuple[str, ...]]:
-    """Mesh axes of every named axis, from the operands' partition specs; a mesh axis is used once."""
+def _assign(call: _Call, axes: Axes, operands: Sequence[Sequence], results: Sequence[Sequence] = ()):
+    """Mesh axes of every named axis that is sharded, from buffers' partition specs; a mesh axis is used once."""
+    kernel, whole = call.kernel, call.whole(axes)
+    buffers = [*zip(kernel.operand_names, axes.operands), *zip(kernel.result_names, axes.results)]
+    specs = list(zip([b for b in buffers if b[1] is not None], [*operands, *results]))
+    deciding = [x for x in specs if x[0][0] in kernel.by_shard.values()]
     assigned: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
-    for names, spec in zip([n for n in axes.operands if n is not None], specs):
+    for (_, names), spec in deciding or specs[: len(operands)]:
         for name, entry in zip(names, spec):
             entry = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
             if entry and name not in assigned and name not in whole and not used.intersection(entry):
@@ -304,14 +317,18 @@ class _Plan(NamedTuple):
     local: Callable
 
 
-def _plan(call: _Call, platform: str, operands, specs: Sequence[Sequence]) -> _Plan:
-    """The shardings that the rule allows, nearest to the operands' own, and the collectives it implies."""
+def _plan(call: _Call, platform: str, operands, *specs: Sequence[Sequence]) -> _Plan:
+    """The shardings that the rule allows, nearest to the operands' own, and the collectives it implies.
+
+    specs: of the operands, and of the results where they are known.
+    """
     axes = call.axes(operands)
-    assigned = _assign(axes, call.whole(axes), specs)
+    assigned = _assign(call, axes, *specs)
     results = [(name, n) for name, n in zip(call.kernel.result_names, axes.results) if n is not None]
     names = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
     lost = {r: [a for n, axs in assigned.items() if n not in kept for a in axs] for r, kept in results}
     summed = [a for r, op in call.kernel.reduce.items() if op == "sum" for a in lost.get(r, ())]
+    sharded = sorted(a for axs in assigned.values() for a in axs)
 
     def local(*args):
         args = list(args)
@@ -319,6 +336,8 @@ def _plan(call: _Call, platform: str, operands, specs: Sequence[Sequence]) -> _P
             if name in call.kernel.once and summed:
                 first = sum(jax.lax.axis_index(a) for a in summed) == 0
                 args[i] = jnp.where(first, args[i], jnp.zeros_like(args[i]))
+            if name in call.kernel.by_shard and sharded:
+                args[i] = args[i].at[0].add(jax.lax.axis_index(tuple(sharded)).astype(args[i].dtype))
         out = _run(call, platform, *args)
         return tuple(_combine(call, r, x, lost[r]) for (r, _), x in zip(results, out))
 
@@ -333,7 +352,7 @@ def _partition(call: _Call, platform: str, mesh, operands, results):
         same = type(given).get_replicated(given._device_assignment)
         run = functools.partial(_run, call, platform)
         return mesh, run, tuple(same for _ in results), tuple(same for _ in operands)
-    plan = _plan(call, platform, operands, [x.sharding.spec for x in operands])
+    plan = _plan(call, platform, operands, *[[x.sharding.spec for x in side] for side in (operands, results)])
     shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (plan.results, plan.operands)]
     return mesh, plan.local, *shardings
 
@@ -380,7 +399,7 @@ def _abstract_eval(*present, call: _Call):
     meshes = [x.sharding.mesh for x in present if not x.sharding.mesh.empty]
     if meshes:
         axes = call.axes(present)
-        assigned = _assign(axes, call.whole(axes), [x.sharding.spec for x in present])
+        assigned = _assign(call, axes, [x.sharding.spec for x in present])
         names = [n for n in axes.results if n is not None]
         avals = [a.update(sharding=NamedSharding(meshes[0], _spec(n, assigned))) for a, n in zip(avals, names)]
     return [a.update(manual_axis_type=varying) for a in avals]
@@ -390,13 +409,13 @@ kernel_p.def_abstract_eval(_abstract_eval)
 
 
 def _run(call: _Call, platform: str, *present) -> tuple:
-    if call.reference or platform not in ("cpu", "cuda"):
+    if call.reference or platform not in call.kernel.platforms:
         return tuple(r for r in call.run_reference(*present) if r is not None)
     return _ffi_call(call, platform, *present)
 
 
 def _lower(ctx, *operands, call: _Call, platform: str):
-    if platform == "cuda" and not call.reference:
+    if platform == "cuda" and platform in call.kernel.platforms and not call.reference:
         _check_cuda_handlers(call)
     explicit = [a.sharding.mesh for a in ctx.avals_in if a.sharding.mesh.explicit_axes]
     if explicit:

@@ -21,6 +21,7 @@ inline const char* name_of(DType dtype) {
     case DType::F64: return "f64";
     case DType::S32: return "s32";
     case DType::U8: return "u8";
+    case DType::U32: return "u32";
     default: return "another dtype";
   }
 }

@@ -1,8 +1,6 @@
 // cuBLASLt, loaded at run time. It thinks in columns: our row-major d[m, n] is its D[n, m], so our b is its A
 // and our a its B, both with the contracted axis contiguous ("TN", the one form that has FP8 on Hopper).
 #include <cublasLt.h>
-#include <dlfcn.h>
-#include <link.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +13,7 @@
 
 #include "core/algorithm_cache.h"
 #include "core/cublaslt.h"
+#include "core/libraries.h"
 
 namespace te {
 namespace {
@@ -38,44 +37,10 @@ struct Library {
   std::string error;
 };
 
-constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-
-// Where the nvidia-* wheels keep it: next to a CUDA library that is loaded, or beside JAX's plugin, which
-// loads it only when XLA first needs it.
-std::vector<std::string> wheel_paths() {
-  std::vector<std::string> paths;
-  dl_iterate_phdr(
-      [](dl_phdr_info* object, size_t, void* found) {
-        const std::string path = object->dlpi_name ? object->dlpi_name : "";
-        auto& out = *static_cast<std::vector<std::string>*>(found);
-        const auto try_below = [&](const std::string& packages) {
-          out.push_back(packages + "/nvidia/cu13/lib/libcublasLt.so.13");
-          out.push_back(packages + "/nvidia/cublas/lib/libcublasLt.so.12");
-        };
-        for (const char* part : {"/jax_plugins/", "/nvidia/"}) {
-          if (const size_t at = path.rfind(part); at != std::string::npos) try_below(path.substr(0, at));
-        }
-        return 0;
-      },
-      &paths);
-  return paths;
-}
-
-void* open_library() {
-  for (const char* name : kNames) {
-    if (void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) return library;
-  }
-  std::vector<std::string> paths = wheel_paths();
-  paths.insert(paths.end(), std::begin(kNames), std::end(kNames));
-  for (const std::string& path : paths) {
-    if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
-  }
-  return nullptr;
-}
-
 Library load() {
   Library lt = {};
-  void* library = open_library();
+  void* library = open_library({"libcublasLt.so.13", "libcublasLt.so.12"},
+                               {"nvidia/cu13/lib/libcublasLt.so.13", "nvidia/cublas/lib/libcublasLt.so.12"});
   if (!library) {
     lt.error =
         "te_gemm: cuBLASLt (libcublasLt.so.13 or .12) was not found; install JAX with its CUDA libraries, "

@@ -66,6 +66,17 @@ struct CtxBinding<ThreadPool> {
   }                                                                                               \
   static const ::te::Registrar name##_registrar("te_" #name, "execute", reinterpret_cast<void*>(&name##_execute));
 
+// TE_INITIALIZER(gemm, GemmInitialize): likewise, what runs before any CUDA graph is captured.
+#define TE_INITIALIZER(name, function)                                                                              \
+  static XLA_FFI_Error* name##_initialize(XLA_FFI_CallFrame* frame) {                                               \
+    using ::xla::ffi::ExecutionStage;                                                                               \
+    static auto* handler =                                                                                          \
+        ::xla::ffi::Ffi::BindTo<decltype(&::te::function), ExecutionStage::kInitialize>(&::te::function).release(); \
+    return handler->Call(frame);                                                                                    \
+  }                                                                                                                 \
+  static const ::te::Registrar name##_initialize_registrar("te_" #name, "initialize",                               \
+                                                           reinterpret_cast<void*>(&name##_initialize));
+
 // TE_ATTRIBUTES(te::QuantizeAttributes, TE_ATTRIBUTE(int64_t, k_axes)): the static attributes of a handler,
 // in the order of the struct's members.
 #define TE_ATTRIBUTE(type, name) ::xla::ffi::StructMember<type>(#name)

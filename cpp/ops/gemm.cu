@@ -275,12 +275,4 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
 }  // namespace te
 
 TE_HANDLER(gemm, Gemm)
-
-static XLA_FFI_Error* gemm_initialize(XLA_FFI_CallFrame* frame) {
-  using xla::ffi::ExecutionStage;
-  static auto* handler =
-      xla::ffi::Ffi::BindTo<decltype(&te::GemmInitialize), ExecutionStage::kInitialize>(&te::GemmInitialize).release();
-  return handler->Call(frame);
-}
-static const te::Registrar gemm_initialize_registrar("te_gemm", "initialize",
-                                                     reinterpret_cast<void*>(&gemm_initialize));
+TE_INITIALIZER(gemm, GemmInitialize)

@@ -116,12 +116,11 @@ def test_kernels_are_compared_with_their_references(tmp_path, monkeypatch):
         command.main(["kernels", "--no-time", "--rows", "24", "--hidden", "32"])
 
 
-def test_accumulation_is_exact_on_a_cpu(tmp_path):
-    if jax.default_backend() == "gpu":
-        pytest.skip("a GPU's tensor cores are what the benchmark measures")
+def test_accumulation_of_short_sums(tmp_path):
     rows = rows_of(tmp_path, "accumulation", "--lengths", "64", "--size", "32")
     assert [row["contender"] for row in rows] == 3 * ["split", "fast"]
-    assert all(row["off"] < 1e-6 and abs(row["lost"]) < 1e-6 for row in rows)
+    most = 1e-6 if jax.default_backend() == "cpu" else 1e-3  # a GPU's tensor cores cut off some bits
+    assert all(row["off"] < most and abs(row["lost"]) < most for row in rows)
     assert math.isclose(compare.off([jnp.float32([3.0, 4.0])], [jnp.float32([3.0, 3.0])]), 1 / 18**0.5, rel_tol=1e-6)
     assert compare.off(jnp.zeros(3), jnp.zeros(3)) == 0 and compare.off(jnp.ones(3), jnp.zeros(3)) == math.inf
 

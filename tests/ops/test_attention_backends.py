@@ -220,7 +220,7 @@ def test_cudnn_itself_in_a_window():
         ({}, {"softmax_type": "off_by_one"}, {}, "has all that is asked for"),
         ({}, {"softmax_type": "off_by_one"}, {"bias": BIAS}, "off_by_one softmax has no masks, biases or descriptors"),
         ({}, {"score_mod": lambda s, q, k: s}, {}, "no score_mod"),
-        ({}, {"dropout": 0.1}, {"dropout_key": 1}, "no dropout key"),
+        ({}, {"dropout": 0.1}, {"dropout_key": 1}, "the extension was built without"),
         ({}, {"dropout": 0.1}, {}, "has all that is asked for"),
         ({"q": 2**15, "k": 2**15}, {"window": (5, 5)}, {}, r"only as a mask, of 2.0 GiB"),
         ({"q": 2**15, "k": 2**15}, {"window": (5, 5), "causal": True}, {}, "has all that is asked for"),
@@ -231,6 +231,7 @@ def test_cudnn_itself_in_a_window():
 def test_the_choice_names_its_reason(shapes, fields, call, why, monkeypatch):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")
     monkeypatch.setattr(backends, "most_head_size", lambda: 256)
+    monkeypatch.setattr(backends, "missing", lambda: "the extension was built without it")
     q, k, d, dtype = ({"q": Q, "k": K, "d": D, "dtype": jnp.bfloat16} | shapes).values()
     query, key = (jax.ShapeDtypeStruct((B, n, heads, d), dtype) for n, heads in ((q, H), (k, G)))
     backend, reason = attention_backend(Attention(1.0, **fields), query, key, key, **call)

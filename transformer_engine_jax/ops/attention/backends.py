@@ -7,6 +7,7 @@ import warnings
 
 import jax
 
+from transformer_engine_jax.ops.attention.cudnn_dropout import MOST_HEAD_SIZE, missing
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
 
@@ -50,10 +51,12 @@ def platform() -> str:
 
 
 def most_head_size() -> int:
-    """Of cuDNN's attention on the GPUs here: 256 from Hopper on."""
-    gpus = jax.local_devices(backend="gpu") if jax.default_backend() == "gpu" else []
-    hopper = all(float(gpu.compute_capability) >= 9 for gpu in gpus)
-    return 256 if hopper else 128
+    """Of cuDNN's attention on the GPUs here: 256 from Hopper on, and where there are none to ask."""
+    try:
+        gpus = jax.local_devices(backend="gpu")
+    except RuntimeError:
+        gpus = []
+    return 256 if all(float(gpu.compute_capability) >= 9 for gpu in gpus) else 128
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,7 +84,13 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     offset, whole = options.softmax_type != "vanilla", form == "plain" and bias is None
     yield offset and not whole, f"cuDNN's {options.softmax_type} softmax has no masks, biases or descriptors"
     yield options.score_mod is not None, "JAX's cuDNN call has no score_mod"
-    yield dropout_key is not None, "JAX's cuDNN call has no dropout key"
+    if dropout_key is not None:
+        described = form not in ("plain", "lengths") or bias is not None or offset
+        yield described, "with dropout, cuDNN is given no masks, biases, packed sequences or softmax offsets"
+        yield context_parallel is not None, "with dropout, cuDNN is given whole sequences"
+        yield size > MOST_HEAD_SIZE, f"with dropout, cuDNN needs head sizes up to {MOST_HEAD_SIZE}, not {size}"
+        yield q_len == k_len == 1, "with dropout, cuDNN needs more than one query or key"
+        yield missing() != "", missing()
     manual = {context_parallel.axis} if context_parallel else set()
     explicit = set(jax.typeof(query).sharding.mesh.explicit_axes) - manual
     yield bool(explicit), f"JAX's cuDNN call knows no explicit mesh axes: {sorted(explicit)}"

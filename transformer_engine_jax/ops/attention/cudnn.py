@@ -1,12 +1,13 @@
-"""cuDNN's flash attention, through JAX's own bindings, for what `attention_backend` says it can."""
+"""cuDNN's flash attention for what `attention_backend` says it can: JAX's own bindings, and ours for dropout."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.kernel import differentiable, kernel, use_references
+from transformer_engine_jax.kernel import differentiable, kernel
 from transformer_engine_jax.ops.attention.backends import visibility_form
+from transformer_engine_jax.ops.attention.cudnn_dropout import attention_with_dropout
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, starts_and_lengths, visible
@@ -14,7 +15,7 @@ from transformer_engine_jax.ops.attention.sequences import Places, starts_and_le
 
 def cudnn_attention(
     options: Attention, query, key, value, *,
-    sequence_descriptor, queries: Places, keys: Places, mask, bias, softmax_offset=None,
+    sequence_descriptor, queries: Places, keys: Places, mask, bias, softmax_offset=None, dropout_key=None,
 ) -> jax.Array:  # fmt: skip
     """[B, Q, H, Dv] by cuDNN; arguments as in `attention_reference`, with the descriptor that places come from."""
     if options.softmax_type != "vanilla":
@@ -28,15 +29,18 @@ def cudnn_attention(
     if bias is not None:
         bias = _placed(None, query, _bias(options, bias, query, key))
     if form == "plain":
-        out = _call(options, query, key, value, bias)
+        out = _call(options, query, key, value, bias, dropout_key)
     elif form == "mask":
         out = _masked(options, query, key, value, bias, queries, keys, mask)
     else:
-        out = _by_lengths(options, query, key, value, bias, sequence_descriptor, packed=form == "packed")
+        packed = form == "packed"
+        out = _by_lengths(options, query, key, value, bias, dropout_key, sequence_descriptor, packed=packed)
     return out[..., :v_size]
 
 
-def _call(options: Attention, query, key, value, bias, **lengths) -> jax.Array:
+def _call(options: Attention, query, key, value, bias, dropout_key, **lengths) -> jax.Array:
+    if dropout_key is not None:
+        return attention_with_dropout(options, query, key, value, dropout_key, **lengths)
     left, _ = options.reach
     return jax.nn.dot_product_attention(
         query, key, value, bias,
@@ -57,7 +61,7 @@ def _masked(options: Attention, query, key, value, bias, queries: Places, keys: 
     return jnp.where(some, out, jnp.zeros((), out.dtype))
 
 
-def _by_lengths(options: Attention, query, key, value, bias, sequences, *, packed: bool) -> jax.Array:
+def _by_lengths(options: Attention, query, key, value, bias, dropout_key, sequences, *, packed: bool) -> jax.Array:
     offsets = sequences.seq_offsets or (None, None)
     (q_starts, q_lens), (k_starts, k_lens) = map(starts_and_lengths, sequences.seqlens, offsets)
     q_lens, k_lens = _attending(q_lens, k_lens, options.reach[0])
@@ -73,7 +77,8 @@ def _by_lengths(options: Attention, query, key, value, bias, sequences, *, packe
     else:
         # At least one token of each: statistics of no token are not finite. What is too much is hidden below.
         q_len, k_len = (jnp.maximum(x[:, 0], 1) for x in (q_lens, k_lens))
-        out = _call(options, query, key, value, bias, query_seq_lengths=q_len, key_value_seq_lengths=k_len)
+        lengths = dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len)
+        out = _call(options, query, key, value, bias, dropout_key, **lengths)
     return _only(computed, out)
 
 
@@ -126,7 +131,7 @@ def _bias(options: Attention, bias, query, key):
 # --- Sharding --------------------------------------------------------------------------------------------------------
 
 
-@kernel("... h, ... h q k -> ... h q k", whole="qk")
+@kernel("... h, ... h q k -> ... h q k", whole="qk", platforms=())
 def placed_like(like, x) -> jax.Array:
     return x
 
@@ -138,8 +143,7 @@ def _as_query(query, x) -> jax.Array:
     replicated while the batch is not would be those of the first shard everywhere.
     """
     like = jax.lax.stop_gradient(query[: x.shape[0], 0, : x.shape[1], 0])
-    with use_references(True):  # the identity: nothing to compute, so there is no handler
-        return placed_like(like, x)
+    return placed_like(like, x)
 
 
 def _place_forward(_, query, x):

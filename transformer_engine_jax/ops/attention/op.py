@@ -90,7 +90,7 @@ def dot_product_attention(
             return cudnn_attention(
                 options, query, key, value,
                 sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias,
-                softmax_offset=softmax_offset,
+                softmax_offset=softmax_offset, dropout_key=dropout_key,
             )  # fmt: skip
         warn_of_fallback(why)
         return attention_reference(options, query, key, value, queries=queries, keys=keys, **others)
