@@ -16,6 +16,7 @@ LAYER: Columns = {
     "config": lambda r: r["config"],
     "layer": lambda r: r["contender"],
     "ms": lambda r: f"{r['ms']:.3g}",
+    "spread": lambda r: f"{r['spread']:.0%}",
     "speed-up": lambda r: f"{r['speedup']:.2f}",
     "of the floor": lambda r: f"{r['of_floor']:.2f}" if "of_floor" in r else "",
     "compile s": lambda r: f"{r['compile_s']:.1f}",

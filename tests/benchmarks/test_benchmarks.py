@@ -184,9 +184,10 @@ def test_readme_says_what_the_results_say():
 
 
 def test_results_become_tables(tmp_path):
-    ran = {"config": "gpt", "contender": "te-delayed", "ms": 18.44, "speedup": 1.704, "compile_s": 3, "temp_gib": 1.5}
+    ran = {"config": "gpt", "contender": "te-delayed", "ms": 18.44, "spread": 0.02, "speedup": 1.704}
+    ran |= {"compile_s": 3, "temp_gib": 1.5}
     report.save(tmp_path / "b.json", "layer", [ran, {"config": "gpt", "contender": "nvidia-bf16", "skipped": "absent"}])
     text = readme.written(f"before {readme.BEGIN}old{readme.END} after", tmp_path)
     assert text.startswith("before ") and text.endswith(" after") and "old" not in text
-    assert "| gpt | te-delayed | 18.4 | 1.70 |  | 3.0 | 1.50 |" in text and "Not run here: nvidia-bf16." in text
-    assert layer.line(ran | {"spread": 0.01, "tflop_per_s": 1.0, "trace_s": 1.0})
+    assert "| gpt | te-delayed | 18.4 | 2% | 1.70 |  | 3.0 | 1.50 |" in text and "Not run here: nvidia-bf16." in text
+    assert layer.line(ran | {"tflop_per_s": 1.0, "trace_s": 1.0})
