@@ -105,6 +105,8 @@ $(STATE)/packages: pyproject.toml $(STATE)/settings
 	@$(PY) -c '$(REQUIREMENTS)' $(EXTRAS) > $(STATE)/requirements.txt
 	@echo "setting up $(VENV) with $$($(PYTHON) -V): packages (once; takes a minute or so)"
 	$(PY) -m pip install --quiet -r $(STATE)/requirements.txt
+# For its headers, hence without what it would bring.
+	$(if $(GPU),$(PY) -m pip install --quiet --no-deps 'nvidia-cudnn-frontend>=1.32')
 	@$(PY) -c '$(BUILD_TOOLS)' > $(STATE)/tools.txt
 	@test ! -s $(STATE)/tools.txt || $(PY) -m pip install --quiet -r $(STATE)/tools.txt
 	@touch $@

@@ -25,8 +25,8 @@ def missing() -> str:
         return "the extension was built without its CUDA module"
     if "te_attention_fwd" not in HANDLERS["CUDA"]:
         return (
-            "the extension was built without cuDNN's headers: `pip install nvidia-cudnn-cu13 nvidia-cudnn-frontend "
-            "nvidia-cuda-nvrtc` into the Python that builds, and build again"
+            "the extension was built without cuDNN's headers: `pip install --no-deps nvidia-cudnn-cu13 "
+            "nvidia-cudnn-frontend nvidia-cuda-nvrtc` into the Python that builds, and build again"
         )
     return ""
 
