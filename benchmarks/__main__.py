@@ -5,6 +5,7 @@ python -m benchmarks gemm --config gpt
 python -m benchmarks attention --config llama
 python -m benchmarks kernels --hidden 4096 16384
 python -m benchmarks accumulation
+python -m benchmarks precision
 python -m benchmarks train --steps 300
 python -m benchmarks sharded --config llama
 python -m benchmarks profile --config gpt --against te-delayed
@@ -17,13 +18,27 @@ import argparse
 import pathlib
 from collections.abc import Iterable
 
-from benchmarks import accumulation, attention, gemm, kernels, layer, peers, profile, readme, report, sharded, train
+from benchmarks import (
+    accumulation,
+    attention,
+    gemm,
+    kernels,
+    layer,
+    peers,
+    precision,
+    profile,
+    readme,
+    report,
+    sharded,
+    train,
+)
 from benchmarks.shapes import SHAPES
 
 MODULES = {
     "layer": layer,
     "gemm": gemm,
     "accumulation": accumulation,
+    "precision": precision,
     "attention": attention,
     "kernels": kernels,
     "train": train,
@@ -57,7 +72,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             add("--lengths", type=int, nargs="+", default=list(accumulation.LENGTHS), help="of the sums")
             add("--size", type=int, default=accumulation.SIZE, help="rows and columns of the result")
             continue
-        if name == "kernels":
+        if name == "precision":
+            add("--tokens", type=int, nargs="+", default=list(precision.TOKENS))
+        elif name == "kernels":
             add("--hidden", type=int, nargs="+", default=list(kernels.HIDDEN))
             add("--rows", type=int, default=16384)
             add("--only", default="", metavar="TEXT", help="kernels whose name holds TEXT")
@@ -92,6 +109,8 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
     if args.what == "accumulation":
         return accumulation.run(args.lengths, args.size)
     timing = {"rounds": args.rounds, "calls_per_round": args.calls}
+    if args.what == "precision":
+        return precision.run(args.tokens, **timing)
     if args.what == "kernels":
         return kernels.run(args.hidden, args.rows, args.only, time=not args.no_time, **timing)
     if args.what == "layer":

@@ -107,7 +107,7 @@ def _ours(fp8: recipe.Recipe | None) -> Callable[[Shape], Contender]:
     return lambda shape: Contender(our_layer(shape), lambda: te.autocast(fp8 is not None, fp8))
 
 
-FAST = recipe.MMParams(use_split_accumulator=False)
+FAST, SPLIT = recipe.MMParams(use_split_accumulator=False), recipe.MMParams(use_split_accumulator=True)
 
 # What makes a contender raises ImportError where its package is not installed.
 CONTENDERS: dict[str, Callable[[Shape], Contender]] = {
@@ -115,7 +115,8 @@ CONTENDERS: dict[str, Callable[[Shape], Contender]] = {
     "flax-fp8": lambda shape: Contender(FlaxLayer(shape, functools.partial(nn.Fp8DotGeneralOp))),
     "te-bf16": _ours(None),
     "te-delayed": _ours(recipe.DelayedScaling()),
-    "te-delayed-fast": _ours(recipe.DelayedScaling(fp8_gemm_dgrad=FAST, fp8_gemm_wgrad=FAST)),
+    "te-delayed-fast": _ours(recipe.DelayedScaling(fp8_gemm_wgrad=FAST)),
+    "te-delayed-split": _ours(recipe.DelayedScaling(fp8_gemm_dgrad=SPLIT)),
     "te-current": _ours(recipe.Float8CurrentScaling()),
     "nvidia-bf16": _nvidia(None),
     "nvidia-delayed": _nvidia("DelayedScaling"),

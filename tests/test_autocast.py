@@ -128,7 +128,7 @@ def test_calibrating_computes_in_high_precision_and_records():
 
 def test_state_survives_a_step_that_does_not_use_it():
     model, variables = model_and_variables(recipe.DelayedScaling())
-    variables[STATE_COLLECTION]["gemm_x"] = QuantizerState(jnp.float32(5), jnp.ones(16), jnp.ones(()))
+    variables[STATE_COLLECTION]["gemm_x"] = QuantizerState.pack(5.0, jnp.ones(16), 1.0)
     gradient = jax.jit(jax.grad(lambda v: jnp.sum(model.apply(v, X))))
     for context in (te.autocast(False), te.autocast(True, recipe.Float8CurrentScaling())):
         with context:

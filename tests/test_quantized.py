@@ -24,8 +24,8 @@ def update(state, amax, r, dtype):
 
 
 def mend(state, r, dtype):
-    ((mended, scale_inv),) = mend_with_inverse([state], r, [dtype])
-    assert scale_inv == np.float32(1) / mended.scale
+    ((mended, (scale, scale_inv)),) = mend_with_inverse([state], r, [dtype])
+    assert scale == mended.scale and scale_inv == np.float32(1) / scale
     return mended
 
 

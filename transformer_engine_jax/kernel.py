@@ -582,3 +582,32 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
         return op(static, *[next(arrays) if _is_array(x) else x for x in args])
 
     return aligned
+
+
+# --- Order -------------------------------------------------------------------------------------------------------
+
+
+def all_at_once(*values):
+    """The values, none of which is used before all are there.
+
+    On one device XLA computes first what leads on to the inputs' gradients, and last of all the gradients of weights
+    (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices the
+    order is left to it: there it hides the collectives of one gradient behind the products of others.
+    """
+    return jax.lax.optimization_barrier(values) if jax.device_count() == 1 else values
+
+
+def _in_order_forward(_, *values):
+    return values, None
+
+
+def _in_order_backward(_, residuals, cotangents):
+    return all_at_once(*cotangents)
+
+
+_in_order = differentiable(_in_order_forward, _in_order_backward)
+
+
+def gradients_at_once(*values: jax.Array) -> tuple[jax.Array, ...]:
+    """The values, none of whose gradients is used before all are there; see all_at_once."""
+    return _in_order(None, *values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.extend.core import set_current_trace
 
 from transformer_engine_jax.autocast import autocast, current
 from transformer_engine_jax.kernel import differentiable
-from transformer_engine_jax.ops.state import BINS, by_state, in_threes, mend_state, read, update_state
+from transformer_engine_jax.ops.state import BINS, Scales, in_threes, mend_state, packed, read, unpacked, update_state
 from transformer_engine_jax.recipe import DelayedScaling, Recipe, delayed_scale
 
 
@@ -35,23 +35,55 @@ class QuantizedTensor:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizerState:
-    """What is remembered of one quantized tensor between steps."""
+    """What is remembered of one quantized tensor between steps: `packed`, one array, and what it holds by name."""
 
-    scale: jax.Array  # f32[] multiply by this before the cast
-    amax_history: jax.Array  # f32[H] newest first, behind the slot that the coming step fills
-    uses: jax.Array  # f32[] how many updated states were added up here; 1 unless `attach` could not prevent it
+    packed: jax.Array  # f32[2 + H] scale, uses, amax_history
+
+    FIELDS: ClassVar[tuple[str, ...]] = ("scale", "amax_history", "uses")
+
+    @property
+    def scale(self) -> jax.Array:
+        """f32[] multiply by this before the cast."""
+        return unpacked(self.packed)[0]
+
+    @property
+    def uses(self) -> jax.Array:
+        """f32[] how many updated states were added up here; 1 unless `attach` could not prevent it."""
+        return unpacked(self.packed)[1]
+
+    @property
+    def amax_history(self) -> jax.Array:
+        """f32[H] newest first, behind the slot that the coming step fills."""
+        return unpacked(self.packed)[2]
+
+    @property
+    def history_len(self) -> int:
+        """H."""
+        return jnp.shape(self.packed)[-1] - 2
+
+    @classmethod
+    def pack(cls, scale, amax_history, uses) -> QuantizerState:
+        """The state of these; each may have the same leading axes."""
+        return cls(packed(*(jnp.asarray(x, jnp.float32) for x in (scale, uses, amax_history))))
+
+    def replace(self, **fields) -> QuantizerState:
+        """The state with other values of some of FIELDS."""
+        return self.pack(**{name: fields.get(name, getattr(self, name)) for name in self.FIELDS})
 
     @classmethod
     def of(cls, state: Any) -> Any:
-        """The state that a mapping of its fields stands for, as restored without a target; anything else as it is."""
-        if isinstance(state, Mapping) and set(state) == {field.name for field in dataclasses.fields(cls)}:
-            return cls(**{name: jnp.asarray(value, jnp.float32) for name, value in state.items()})
+        """The state that a mapping stands for, as restored without a target; anything else as it is."""
+        if isinstance(state, Mapping) and set(state) == {"packed"}:
+            return cls(jnp.asarray(state["packed"], jnp.float32))
+        if isinstance(state, Mapping) and set(state) == set(cls.FIELDS):
+            return cls.pack(**state)
         return state
 
     @classmethod
-    def create(cls, recipe: DelayedScaling) -> QuantizerState:
-        history = jnp.zeros((recipe.amax_history_len,), jnp.float32)
-        return cls(jnp.ones((), jnp.float32), history, jnp.ones((), jnp.float32))
+    def create(cls, recipe: DelayedScaling, stacked: tuple[int, ...] = ()) -> QuantizerState:
+        """The state before the first step, or as many as there are places on the axes `stacked`."""
+        ones = jnp.ones(stacked, jnp.float32)
+        return cls.pack(ones, jnp.zeros((*stacked, recipe.amax_history_len), jnp.float32), ones)
 
 
 class GemmState(NamedTuple):
@@ -89,32 +121,34 @@ def update(
         for state, report, dtype in zip(states, reports, dtypes):
             history = state.amax_history.at[0].set(read(report))
             scale = delayed_scale(recipe, history, state.scale, dtype)
-            updated.append(QuantizerState(scale, jnp.roll(history, 1), jnp.ones_like(scale)))
+            updated.append(QuantizerState.pack(scale, jnp.roll(history, 1), jnp.ones_like(scale)))
         return updated
-    operands = in_threes([(report, s.scale, s.amax_history) for s, report in zip(states, reports)])
-    results = by_state(update_state(*operands, **_arithmetic(recipe, dtypes)), len(states))
-    return [QuantizerState(*result) for result in results]
+    operands = in_threes([(report, state.packed) for state, report in zip(states, reports)])
+    results = update_state(*operands, **_arithmetic(recipe, dtypes))
+    return [QuantizerState(result) for result in results[: len(states)]]
 
 
 def mend(
     states: Sequence[QuantizerState], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
-) -> list[tuple[QuantizerState, jax.Array]]:
-    """For each of up to three states (the state to start a step from, 1 / its scale).
+) -> list[tuple[QuantizerState, Scales]]:
+    """For each of up to three states (the state to start a step from, its scale and 1 / that).
 
     It is the state itself, unless that is a sum of states, or of none. In a sum of n updated states of one step all but
     the newest amax are n times what they were; the newest ones add up to at most n times their maximum, which is kept:
     an amax may be too large, never too small. A state that no output depended on comes back as zeros, and starts anew.
     """
-    operands = in_threes([(s.scale, s.amax_history, s.uses) for s in states])
-    results = by_state(mend_state(*operands, **_arithmetic(recipe, dtypes)), len(states))
+    results = mend_state(*in_threes([(state.packed,) for state in states]), **_arithmetic(recipe, dtypes))
     mended = []
-    for state, (scale, scale_inv, history), dtype in zip(states, results, dtypes):
+    for i, (old, dtype) in enumerate(zip(states, dtypes)):
+        scale, scale_inv, state = results[3 * i : 3 * i + 3]
+        state = QuantizerState(state)
         if _has_own_algorithm(recipe):
-            n = jnp.maximum(state.uses, 1.0)
-            last = jnp.where((state.scale > 0) & jnp.isfinite(state.scale), state.scale / n, 1.0)
-            scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(history, -1), last, dtype), last)
+            n = jnp.maximum(old.uses, 1.0)
+            last = jnp.where((old.scale > 0) & jnp.isfinite(old.scale), old.scale / n, 1.0)
+            scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype), last)
             scale_inv = 1.0 / scale
-        mended.append((QuantizerState(scale, history, jnp.ones_like(scale)), scale_inv))
+            state = state.replace(scale=scale)
+        mended.append((state, Scales(scale, scale_inv)))
     return mended
 
 
@@ -153,10 +187,10 @@ class GemmQuantizers(NamedTuple):
 def _attach_forward(specs: tuple[QuantizerSpec, ...], *states: QuantizerState):
     mended = mend(states, specs[0].recipe, [spec.dtype for spec in specs])
     views = []
-    for state, scale_inv in mended:
+    for _, scales in mended:
         # Zeros that vmap takes for as many as there are states: it adds up the reports to what states have in common.
-        zero = jax.lax.select(state.scale > 0, jnp.float32(0), jnp.float32(0))
-        views.append((state.scale, scale_inv, jnp.broadcast_to(zero, (BINS,))))
+        zero = jax.lax.select(scales.scale > 0, jnp.float32(0), jnp.float32(0))
+        views.append((*scales, jnp.broadcast_to(zero, (BINS,))))
     return views, [state for state, _ in mended]
 
 
@@ -178,7 +212,7 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: tuple[QuantizerState,
     def attached() -> list[Quantizer]:
         return [Quantizer(*view, spec) for view, spec in zip(_attach(specs, *states), specs)]
 
-    leaves = [state.scale for state in states]
+    leaves = [state.packed for state in states]
     if len({id(getattr(leaf, "_trace", None)) for leaf in leaves}) > 1:  # states of several levels: each at its own
         return [_attach_once((spec,), (state,))[0] for spec, state in zip(specs, states)]
     here = jax.sharding.get_abstract_mesh().manual_axes or jax.config.jax_check_tracer_leaks
@@ -188,7 +222,7 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: tuple[QuantizerState,
     trace = leaves[0]._trace
     owner = trace if hasattr(trace, "__dict__") else getattr(trace, "frame", None)
     known = owner.__dict__.setdefault("_te_attached", {}) if hasattr(owner, "__dict__") else {}
-    key = (specs, *[(id(state.scale), id(state.amax_history)) for state in states])
+    key = (specs, *[id(leaf) for leaf in leaves])
     if key not in known:
         with set_current_trace(trace):
             quantizers = attached()
@@ -220,11 +254,11 @@ def attach(states: Sequence[QuantizerState | None], specs: Sequence[QuantizerSpe
             raise ValueError(
                 f"attach: {type(recipe).__name__} needs a QuantizerState, got None; GemmState.create() makes them"
             )
-        length = (recipe.amax_history_len,)
-        if jnp.shape(state.amax_history) != length or jnp.shape(state.scale) != ():
+        stacked = jnp.shape(state.packed)[:-1]
+        if state.history_len != recipe.amax_history_len or stacked:
             raise ValueError(
-                f"attach: expected a state of scale f32[] and amax_history f32{list(length)} (the recipe's "
-                f"amax_history_len), got {jnp.shape(state.scale)} and {jnp.shape(state.amax_history)}; "
+                f"attach: expected a state of scale f32[] and amax_history f32[{recipe.amax_history_len}] (the "
+                f"recipe's amax_history_len), got {stacked} and {(*stacked, state.history_len)}; "
                 "initialise the state under the recipe that it is used with"
             )
     return _attach_once(tuple(specs), tuple(states))

@@ -9,30 +9,33 @@ namespace {
 
 void update(const StateBuffers& s, int64_t row, const States& all) {
   const float* reports = s.reports + row * all.bins;
-  const float* old = s.history + row * all.length;
-  float* next = s.next_history + row * all.length;
+  const float* state = s.state + row * (kHistory + all.length);
+  float* next = s.next + row * (kHistory + all.length);
   float amax = 0.f;
   for (int bin = 0; bin < all.bins; ++bin) amax = larger(amax, std::min(reports[bin], bin_edge(bin, all.bins)));
   float window = amax;
   for (int64_t i = 1; i < all.length; ++i) {
-    if (!all.most_recent) window = larger(window, old[i]);
-    next[(i + 1) % all.length] = old[i];
+    if (!all.most_recent) window = larger(window, state[kHistory + i]);
+    next[kHistory + (i + 1) % all.length] = state[kHistory + i];
   }
-  next[newest_of(all.length)] = amax;
-  s.next_scale[row] = next_scale(window, s.scale[row], s.fp8_max, all.two_to_margin);
-  s.next_uses[row] = 1.f;
+  next[kHistory + newest_of(all.length)] = amax;
+  next[kScale] = next_scale(window, state[kScale], s.fp8_max, all.two_to_margin);
+  next[kUses] = 1.f;
 }
 
 void mend(const StateBuffers& s, int64_t row, const States& all) {
-  const float n = larger(s.uses[row], 1.f);
+  const float* state = s.state + row * (kHistory + all.length);
+  float* next = s.next + row * (kHistory + all.length);
+  const float n = larger(state[kUses], 1.f);
   float window = 0.f;
   for (int64_t i = 0; i < all.length; ++i) {
-    const float amax = mended_amax(s.history[row * all.length + i], i, all.length, n);
-    s.next_history[row * all.length + i] = amax;
+    const float amax = mended_amax(state[kHistory + i], i, all.length, n);
+    next[kHistory + i] = amax;
     if (!all.most_recent || i == newest_of(all.length)) window = larger(window, amax);
   }
-  const float mended = mended_scale(s.scale[row], n, window, s.fp8_max, all.two_to_margin);
-  s.next_scale[row] = mended;
+  const float mended = mended_scale(state[kScale], n, window, s.fp8_max, all.two_to_margin);
+  next[kScale] = s.scale[row] = mended;
+  next[kUses] = 1.f;
   s.scale_inv[row] = 1.f / mended;
 }
 
@@ -45,25 +48,22 @@ ffi::Error run(const States& states, void (*one)(const StateBuffers&, int64_t, c
 
 }  // namespace
 
-ffi::Error UpdateState(In r0, In s0, In h0, In r1, In s1, In h1, In r2, In s2, In h2, Out scale0, Out history0,
-                       Out uses0, Out scale1, Out history1, Out uses1, Out scale2, Out history2, Out uses2,
-                       StateAttributes a) {
+ffi::Error UpdateState(In r0, In s0, In r1, In s1, In r2, In s2, Out next0, Out next1, Out next2, StateAttributes a) {
   States states(a);
-  for (const Check& check : {add_update(states, a.fp8_max_0, r0, s0, h0, scale0, history0, uses0),
-                             add_update(states, a.fp8_max_1, r1, s1, h1, scale1, history1, uses1),
-                             add_update(states, a.fp8_max_2, r2, s2, h2, scale2, history2, uses2)}) {
+  for (const Check& check :
+       {add_update(states, a.fp8_max_0, r0, s0, next0), add_update(states, a.fp8_max_1, r1, s1, next1),
+        add_update(states, a.fp8_max_2, r2, s2, next2)}) {
     if (check.failed()) return check.error();
   }
   return run(states, update);
 }
 
-ffi::Error MendState(In s0, In h0, In u0, In s1, In h1, In u1, In s2, In h2, In u2, Out scale0, Out inverse0,
-                     Out history0, Out scale1, Out inverse1, Out history1, Out scale2, Out inverse2, Out history2,
-                     StateAttributes a) {
+ffi::Error MendState(In s0, In s1, In s2, Out scale0, Out inverse0, Out next0, Out scale1, Out inverse1, Out next1,
+                     Out scale2, Out inverse2, Out next2, StateAttributes a) {
   States states(a);
-  for (const Check& check : {add_mend(states, a.fp8_max_0, s0, h0, u0, scale0, inverse0, history0),
-                             add_mend(states, a.fp8_max_1, s1, h1, u1, scale1, inverse1, history1),
-                             add_mend(states, a.fp8_max_2, s2, h2, u2, scale2, inverse2, history2)}) {
+  for (const Check& check : {add_mend(states, a.fp8_max_0, s0, scale0, inverse0, next0),
+                             add_mend(states, a.fp8_max_1, s1, scale1, inverse1, next1),
+                             add_mend(states, a.fp8_max_2, s2, scale2, inverse2, next2)}) {
     if (check.failed()) return check.error();
   }
   return run(states, mend);

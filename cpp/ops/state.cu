@@ -22,13 +22,13 @@ __device__ __forceinline__ float largest_of_block(float value) {
 __global__ void __launch_bounds__(kThreads) update_states(const States all) {
   const StateBuffers& s = all.state[blockIdx.y];
   const int64_t row = blockIdx.x, length = all.length;
-  const float* const history = s.history + row * length;
-  float* const history_out = s.next_history + row * length;
-  const float old_scale = s.scale[row];
+  const float* const state = s.state + row * (kHistory + length);
+  float* const next = s.next + row * (kHistory + length);
+  const float old_scale = state[kScale];
   float others = 0.f, amax = 0.f;
   for (int64_t i = 1 + threadIdx.x; i < length; i += kThreads) {
-    others = larger(others, history[i]);
-    history_out[(i + 1) % length] = history[i];
+    others = larger(others, state[kHistory + i]);
+    next[kHistory + (i + 1) % length] = state[kHistory + i];
   }
   for (int bin = threadIdx.x; bin < all.bins; bin += kThreads) {
     amax = larger(amax, fminf(s.reports[row * all.bins + bin], bin_edge(bin, all.bins)));
@@ -36,26 +36,29 @@ __global__ void __launch_bounds__(kThreads) update_states(const States all) {
   amax = largest_of_block(amax);
   if (!all.most_recent) others = largest_of_block(others);
   if (threadIdx.x) return;
-  history_out[newest_of(length)] = amax;
+  next[kHistory + newest_of(length)] = amax;
   const float window = all.most_recent ? amax : larger(amax, others);
-  s.next_scale[row] = next_scale(window, old_scale, s.fp8_max, all.two_to_margin);
-  s.next_uses[row] = 1.f;
+  next[kScale] = next_scale(window, old_scale, s.fp8_max, all.two_to_margin);
+  next[kUses] = 1.f;
 }
 
 __global__ void __launch_bounds__(kThreads) mend_states(const States all) {
   const StateBuffers& s = all.state[blockIdx.y];
   const int64_t row = blockIdx.x, length = all.length;
-  const float old_scale = s.scale[row], n = larger(s.uses[row], 1.f);
+  const float* const state = s.state + row * (kHistory + length);
+  float* const next = s.next + row * (kHistory + length);
+  const float old_scale = state[kScale], n = larger(state[kUses], 1.f);
   float window = 0.f;
   for (int64_t i = threadIdx.x; i < length; i += kThreads) {
-    const float amax = mended_amax(s.history[row * length + i], i, length, n);
-    s.next_history[row * length + i] = amax;
+    const float amax = mended_amax(state[kHistory + i], i, length, n);
+    next[kHistory + i] = amax;
     if (!all.most_recent || i == newest_of(length)) window = larger(window, amax);
   }
   if (n > 1.f) window = largest_of_block(window);
   if (threadIdx.x) return;
   const float mended = mended_scale(old_scale, n, window, s.fp8_max, all.two_to_margin);
-  s.next_scale[row] = mended;
+  next[kScale] = s.scale[row] = mended;
+  next[kUses] = 1.f;
   s.scale_inv[row] = 1.f / mended;
 }
 
@@ -79,25 +82,23 @@ ffi::Error run(cudaStream_t stream, const States& states, void (*kernel)(States)
 
 }  // namespace
 
-ffi::Error UpdateState(cudaStream_t stream, In r0, In s0, In h0, In r1, In s1, In h1, In r2, In s2, In h2, Out scale0,
-                       Out history0, Out uses0, Out scale1, Out history1, Out uses1, Out scale2, Out history2,
-                       Out uses2, StateAttributes a) {
+ffi::Error UpdateState(cudaStream_t stream, In r0, In s0, In r1, In s1, In r2, In s2, Out next0, Out next1, Out next2,
+                       StateAttributes a) {
   States states(a);
-  for (const Check& check : {add_update(states, a.fp8_max_0, r0, s0, h0, scale0, history0, uses0),
-                             add_update(states, a.fp8_max_1, r1, s1, h1, scale1, history1, uses1),
-                             add_update(states, a.fp8_max_2, r2, s2, h2, scale2, history2, uses2)}) {
+  for (const Check& check :
+       {add_update(states, a.fp8_max_0, r0, s0, next0), add_update(states, a.fp8_max_1, r1, s1, next1),
+        add_update(states, a.fp8_max_2, r2, s2, next2)}) {
     if (check.failed()) return check.error();
   }
   return run(stream, states, update_states);
 }
 
-ffi::Error MendState(cudaStream_t stream, In s0, In h0, In u0, In s1, In h1, In u1, In s2, In h2, In u2, Out scale0,
-                     Out inverse0, Out history0, Out scale1, Out inverse1, Out history1, Out scale2, Out inverse2,
-                     Out history2, StateAttributes a) {
+ffi::Error MendState(cudaStream_t stream, In s0, In s1, In s2, Out scale0, Out inverse0, Out next0, Out scale1,
+                     Out inverse1, Out next1, Out scale2, Out inverse2, Out next2, StateAttributes a) {
   States states(a);
-  for (const Check& check : {add_mend(states, a.fp8_max_0, s0, h0, u0, scale0, inverse0, history0),
-                             add_mend(states, a.fp8_max_1, s1, h1, u1, scale1, inverse1, history1),
-                             add_mend(states, a.fp8_max_2, s2, h2, u2, scale2, inverse2, history2)}) {
+  for (const Check& check : {add_mend(states, a.fp8_max_0, s0, scale0, inverse0, next0),
+                             add_mend(states, a.fp8_max_1, s1, scale1, inverse1, next1),
+                             add_mend(states, a.fp8_max_2, s2, scale2, inverse2, next2)}) {
     if (check.failed()) return check.error();
   }
   return run(stream, states, mend_states);

@@ -1,11 +1,10 @@
 // te_update_state, te_mend_state, te_current_scale: the arithmetic between an amax and a scale, in one place for CPU
 // and CUDA, so that both give the same bits (XLA's division on GPUs is not correctly rounded). Any leading axes are so
-// many states.
+// many states. A state is one row of numbers, [scale, uses, history...]: kScale, kUses, kHistory.
 //
-//   te_update_state: for each of up to three states: reports f32[.., bins], scale f32[..], history f32[.., H]
-//                      -> scale f32[..], history f32[.., H], uses f32[..], all 1 (a constant would be copied)
-//   te_mend_state:   for each of up to three states: scale f32[..], history f32[.., H], uses f32[..]
-//                      -> scale f32[..], scale_inv f32[..], history f32[.., H]
+//   te_update_state: for each of up to three states: reports f32[.., bins], state f32[.., 2 + H] -> state f32[.., 2 +
+//   H] te_mend_state:   for each of up to three states: state f32[.., 2 + H]
+//                      -> scale f32[..], scale_inv f32[..], state f32[.., 2 + H]
 //   te_current_scale: amax f32[..] -> scale f32[..], scale_inv f32[..]
 //
 // What the numbers mean is said in transformer_engine_jax/quantized.py.
@@ -29,10 +28,12 @@ struct StateAttributes {
   bool most_recent;                       // the newest amax, not the largest of the history, sets the scale
 };
 
+constexpr int64_t kScale = 0, kUses = 1, kHistory = 2;
+
 // The buffers of one state: operands, then results.
 struct StateBuffers {
-  const float *reports, *scale, *history, *uses;
-  float *next_scale, *scale_inv, *next_history, *next_uses;
+  const float *reports, *state;
+  float *next, *scale, *scale_inv;
   float fp8_max;
 };
 
@@ -41,8 +42,8 @@ constexpr int kMostStates = 3;
 struct States {
   StateBuffers state[kMostStates];
   int count = 0;
-  int64_t rows = 0;  // states on the leading axes of each
-  int64_t length = 0;
+  int64_t rows = 0;    // states on the leading axes of each
+  int64_t length = 0;  // of the history
   int bins = 0;
   float two_to_margin;
   bool most_recent;
@@ -111,72 +112,47 @@ inline Check check_current_scale(const In& amax, Out& scale, Out& scale_inv) {
   return check.dtype("scale_inv", *scale_inv, DType::F32).size("scale_inv", *scale_inv, n, 1);
 }
 
-inline int64_t states_of(const In& scale) { return static_cast<int64_t>(scale.element_count()); }
-
-inline Check check_states(const char* op, const In& scale, const In& history, Out& scale_out, Out& history_out) {
-  Check check(op);
-  check.dtype("scale", scale, DType::F32).dtype("history", history, DType::F32).axes("history", history, 1);
-  if (check.failed()) return check;
-  const Matrix h = matrix(history, 1);
-  check.that(h.cols > 0, "history", "at least one slot", history);
-  check.that(
-      h.rows == states_of(scale), "history", [&] { return "one row for each scale " + describe(scale); }, history);
-  check.dtype("scale_out", *scale_out, DType::F32).size("scale_out", *scale_out, h.rows, 1);
-  return check.dtype("history_out", *history_out, DType::F32).size("history_out", *history_out, h.rows, h.cols);
-}
-
-// All states of a call have one shape; the first one's is that of `states`.
-inline void check_like_first(Check& check, States& states, const In& history, const Matrix& h) {
-  if (states.count == 0) states.rows = h.rows, states.length = h.cols;
-  check.that(h.rows == states.rows && h.cols == states.length, "history", "the shape of the first state's", history);
-}
+inline int64_t states_of(const In& amax) { return static_cast<int64_t>(amax.element_count()); }
 
 // Adds a state to `states`, unless it is absent; the first may not be.
-inline Check add_update(States& states, float fp8_max, const In& reports, const In& scale, const In& history,
-                        Out& scale_out, Out& history_out, Out& uses) {
-  if (states.count && absent(history)) return Check("te_update_state");
-  Check check = check_states("te_update_state", scale, history, scale_out, history_out);
-  check.dtype("reports", reports, DType::F32).axes("reports", reports, 1);
-  check.dtype("uses", *uses, DType::F32).size("uses", *uses, states_of(scale), 1);
+inline Check add_state(States& states, const char* op, const In& state, Out& next, StateBuffers buffers) {
+  Check check(op);
+  check.dtype("state", state, DType::F32).axes("state", state, 1);
   if (check.failed()) return check;
-  const Matrix r = matrix(reports, 1), h = matrix(history, 1);
-  check.that(r.rows == h.rows, "reports", "one row for each state", reports);
-  check_like_first(check, states, history, h);
+  const Matrix m = matrix(state, 1);
+  check.that(m.cols > kHistory, "state", "a scale, its uses and at least one amax", state);
+  check.dtype("next", *next, DType::F32).size("next", *next, m.rows, m.cols);
+  if (states.count == 0) states.rows = m.rows, states.length = m.cols - kHistory;
+  check.that(m.rows == states.rows && m.cols == states.length + kHistory, "state", "the shape of the first", state);
+  if (check.failed()) return check;
+  buffers.state = m.as<float>();
+  buffers.next = next->typed_data<float>();
+  states.state[states.count++] = buffers;
+  return check;
+}
+
+inline Check add_update(States& states, float fp8_max, const In& reports, const In& state, Out& next) {
+  Check check("te_update_state");
+  if (states.count && absent(state)) return check;
+  check.dtype("reports", reports, DType::F32).axes("reports", reports, 1);
+  if (check.failed()) return check;
+  const Matrix r = matrix(reports, 1);
   if (states.count == 0) states.bins = static_cast<int>(r.cols);
   check.that(r.cols == states.bins, "reports", "as many bins as the first state's", reports);
   if (check.failed()) return check;
-  states.state[states.count++] = {r.as<float>(),
-                                  scale.typed_data<float>(),
-                                  h.as<float>(),
-                                  nullptr,
-                                  scale_out->typed_data<float>(),
-                                  nullptr,
-                                  history_out->typed_data<float>(),
-                                  uses->typed_data<float>(),
-                                  fp8_max};
-  return check;
+  check =
+      add_state(states, "te_update_state", state, next, {r.as<float>(), nullptr, nullptr, nullptr, nullptr, fp8_max});
+  return check.that(r.rows == states.rows, "reports", "one row for each state", reports);
 }
 
-inline Check add_mend(States& states, float fp8_max, const In& scale, const In& history, const In& uses, Out& scale_out,
-                      Out& scale_inv, Out& history_out) {
-  if (states.count && absent(history)) return Check("te_mend_state");
-  Check check = check_states("te_mend_state", scale, history, scale_out, history_out);
-  check.dtype("uses", uses, DType::F32).size("uses", uses, states_of(scale), 1);
-  check.dtype("scale_inv", *scale_inv, DType::F32).size("scale_inv", *scale_inv, states_of(scale), 1);
+inline Check add_mend(States& states, float fp8_max, const In& state, Out& scale, Out& scale_inv, Out& next) {
+  Check check("te_mend_state");
+  if (states.count && absent(state)) return check;
+  check.dtype("scale", *scale, DType::F32).dtype("scale_inv", *scale_inv, DType::F32);
   if (check.failed()) return check;
-  const Matrix h = matrix(history, 1);
-  check_like_first(check, states, history, h);
-  if (check.failed()) return check;
-  states.state[states.count++] = {nullptr,
-                                  scale.typed_data<float>(),
-                                  h.as<float>(),
-                                  uses.typed_data<float>(),
-                                  scale_out->typed_data<float>(),
-                                  scale_inv->typed_data<float>(),
-                                  history_out->typed_data<float>(),
-                                  nullptr,
-                                  fp8_max};
-  return check;
+  check = add_state(states, "te_mend_state", state, next,
+                    {nullptr, nullptr, nullptr, scale->typed_data<float>(), scale_inv->typed_data<float>(), fp8_max});
+  return check.size("scale", *scale, states.rows, 1).size("scale_inv", *scale_inv, states.rows, 1);
 }
 
 }  // namespace te

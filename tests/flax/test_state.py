@@ -136,7 +136,7 @@ def test_inference_reads_scales_and_never_updates_them():
     testing.assert_same_bytes(jax.device_get(variables), before)
     # The scales are read: with others FP8 rounds elsewhere.
     state = {**variables[STATE_COLLECTION]}
-    state["gemm_1_x"] = te.QuantizerState(np.float32(3.7), state["gemm_1_x"].amax_history, state["gemm_1_x"].uses)
+    state["gemm_1_x"] = te.QuantizerState.pack(3.7, state["gemm_1_x"].amax_history, state["gemm_1_x"].uses)
     with steps.autocast(DELAYED):
         (other, _), _ = infer({**variables, STATE_COLLECTION: state}, X)
     assert 1e-3 < testing.relative_error(other, first) < 0.2

@@ -6,7 +6,6 @@ gradient of their own: the identity, or the rounding of the cotangent.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -170,7 +169,7 @@ RECIPES = {
 
 def state(scale: float = 1.0, history_len: int = 4) -> QuantizerState:
     fresh = QuantizerState.create(recipe.DelayedScaling(amax_history_len=history_len))
-    return dataclasses.replace(fresh, scale=jnp.float32(scale))
+    return fresh.replace(scale=scale)
 
 
 def states(scales=SCALES) -> GemmQuantizers:
@@ -199,4 +198,4 @@ def next_state(scale: float, tensor, dtype, history_len: int = 4) -> QuantizerSt
     history = np.zeros(history_len, np.float32)
     history[1 % history_len] = amax
     new = np.float32(np.float32(jnp.finfo(dtype).max) / amax) if amax > 0 else np.float32(scale)
-    return dataclasses.replace(state(new, history_len), amax_history=jnp.asarray(history))
+    return state(new, history_len).replace(amax_history=history)

@@ -8,11 +8,12 @@ import pytest
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.state import (
     BINS,
-    by_state,
     current_scale,
     in_threes,
     mend_state,
+    packed,
     report,
+    unpacked,
     update_state,
 )
 
@@ -36,26 +37,31 @@ def test_update_is_ieee_arithmetic(most_recent):
     window = AMAXES[:50] if most_recent else np.maximum(AMAXES[:50], history[:, 1:].max(1))
     expected = np.float32(448) / window / np.float32(2)
     turned = np.roll(np.concatenate([AMAXES[:50, None], history[:, 1:]], 1), 1, axis=1)
-    for out in on_each_platform(lambda *a: update_state(*in_threes([a]), **rule), reports, scale, history):
-        np.testing.assert_array_equal(out.scale_0, expected)
-        np.testing.assert_array_equal(out.history_0, turned)
-        assert out.scale_1 is None and (out.uses_0 == 1).all()
+    states = packed(*map(jnp.asarray, (scale, scale + 1, history)))
+    for out in on_each_platform(lambda *a: update_state(*in_threes([a]), **rule), reports, states):
+        got_scale, got_uses, got_history = unpacked(out.state_0)
+        np.testing.assert_array_equal(got_scale, expected)
+        np.testing.assert_array_equal(got_history, turned)
+        assert out.state_1 is None and (got_uses == 1).all()
 
 
 def test_states_of_one_call_do_not_mix():
     rule = {**RULE, "fp8_max_1": 448.0, "fp8_max_2": 57344.0}
     amaxes = AMAXES[:3]
-    of_each = [(report(jnp.float32(a)), jnp.float32(1), jnp.zeros(4).at[1].set(a / 2)) for a in amaxes]
+    one = jnp.float32(1)
+    of_each = [(report(jnp.float32(a)), packed(one, one, jnp.zeros(4).at[1].set(a / 2))) for a in amaxes]
     for out in on_each_platform(lambda x: update_state(*in_threes(x), **rule), of_each):
-        for (scale, history, _), amax, largest in zip(by_state(out, 3), amaxes, (448, 448, 57344)):
+        for (scale, _, history), amax, largest in zip(map(unpacked, out), amaxes, (448, 448, 57344)):
             assert scale == np.float32(largest) / amax / np.float32(2)
             np.testing.assert_array_equal(history, np.float32([0, amax, amax / 2, 0]))
-    of_each = [(jnp.float32(2 * a), jnp.full(3, 2 * a), jnp.float32(2)) for a in amaxes]
+    of_each = [(packed(jnp.float32(2 * a), jnp.float32(2), jnp.full(3, 2 * a)),) for a in amaxes]
     for out in on_each_platform(lambda x: mend_state(*in_threes(x[:2]), **rule), of_each):
         assert out.scale_2 is None
-        for (scale, scale_inv, history), amax in zip(by_state(out, 2), amaxes):
-            np.testing.assert_array_equal(history, np.float32([amax, 2 * amax, amax]))
+        for i, amax in enumerate(amaxes[:2]):
+            scale, scale_inv, state = out[3 * i : 3 * i + 3]
+            np.testing.assert_array_equal(state[2:], np.float32([amax, 2 * amax, amax]))
             assert scale == np.float32(448) / (2 * amax) / np.float32(2) and scale_inv == np.float32(1) / scale
+            assert state[0] == scale and state[1] == 1
 
 
 def test_current_scale_is_ieee_arithmetic():
@@ -82,13 +88,14 @@ def test_kernels_hold_under_all_transformations():
     reports = jnp.stack([report(a) + report(2 * a) for a in jnp.asarray(AMAXES[:4])])
     scale, history = jnp.asarray(AMAXES[4:8]), jnp.abs(jax.random.normal(key, (4, 16)))
     uses = jnp.array([1.0, 2.0, 0.0, 5.0])
+    state, short = packed(scale, uses, history), packed(scale, uses, history[:, :1])
     check = lambda kernel, operands, rule: testing.check_kernel(kernel, operands, rule, same)
     three = {**RULE, "fp8_max_1": 448.0, "fp8_max_2": 57344.0}
-    check(update_state, in_threes([(reports, scale, history)]), RULE)
-    check(update_state, in_threes([(reports, scale, history[:, :1])]), {**RULE, "most_recent": True})
-    check(update_state, in_threes([(reports * n, scale, history) for n in (1, 2, 3)]), three)
-    check(mend_state, in_threes([(scale, history, uses)]), RULE)
-    check(mend_state, in_threes([(scale * n, history[:, :1], uses) for n in (1, 2, 3)]), three)
+    check(update_state, in_threes([(reports, state)]), RULE)
+    check(update_state, in_threes([(reports, short)]), {**RULE, "most_recent": True})
+    check(update_state, in_threes([(reports * n, state) for n in (1, 2, 3)]), three)
+    check(mend_state, in_threes([(state,)]), RULE)
+    check(mend_state, in_threes([(short * n,) for n in (1, 2, 3)]), three)
     check(current_scale, [scale], {"fp8_max": 57344.0, "amax_epsilon": 0.0, "power_of_2": True})
 
 
@@ -103,26 +110,28 @@ def call(target, results, *operands, **attributes):
 
 
 MALFORMED = {
-    "history": ([(), (3,), ()], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros((2, 3))), "history: expected one row"),
-    "no history": ([(), (0,), ()], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros((0,))), "history: expected at least one"),
-    "reports": ([(), (3,), ()], (jnp.zeros((2, BINS)), jnp.zeros(()), jnp.zeros(3)), "reports: expected one row"),
-    "scale": ([(), (3,), ()], (jnp.zeros(BINS), jnp.zeros((), jnp.int32), jnp.zeros(3)), "scale: expected f32"),
-    "result": ([(), (4,), ()], (jnp.zeros(BINS), jnp.zeros(()), jnp.zeros(3)), "history_out: expected"),
+    "no history": ((2,), (jnp.zeros(BINS), jnp.zeros(2)), "state: expected a scale, its uses and at least one amax"),
+    "reports": ((5,), (jnp.zeros((2, BINS)), jnp.zeros(5)), "reports: expected one row"),
+    "dtype": ((5,), (jnp.zeros(BINS), jnp.zeros(5, jnp.int32)), "state: expected f32"),
+    "result": ((6,), (jnp.zeros(BINS), jnp.zeros(5)), "next: expected"),
 }
 
 
-@pytest.mark.parametrize("results, operands, message", MALFORMED.values(), ids=MALFORMED)
-def test_malformed_calls_raise(results, operands, message):
+@pytest.mark.parametrize("result, operands, message", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_calls_raise(result, operands, message):
     largest = {f"fp8_max_{i}": np.float32(448) for i in range(3)}
     rule = {**largest, "two_to_margin": np.float32(1), "most_recent": False}
-    absent = [jnp.zeros(0)] * 6
+    absent = [jnp.zeros(0)] * 4
     with pytest.raises(Exception, match=message):
-        call("te_update_state", [*results, *[(0,)] * 6], *operands, *absent, **rule)
+        call("te_update_state", [result, (0,), (0,)], *operands, *absent, **rule)
 
 
-def test_reports_of_one_call_are_of_one_width():
-    state = (jnp.zeros(()), jnp.zeros(3))
+def test_states_of_one_call_are_alike():
     rule = {f"fp8_max_{i}": np.float32(448) for i in range(3)} | {"two_to_margin": np.float32(1), "most_recent": False}
-    operands = (jnp.zeros(BINS), *state, jnp.zeros(2 * BINS), *state, *[jnp.zeros(0)] * 3)
-    with pytest.raises(Exception, match="reports: expected as many bins as the first state's"):
-        call("te_update_state", [*[(), (3,), ()] * 2, *[(0,)] * 3], *operands, **rule)
+    for reports, state, message in (
+        (2 * BINS, 5, "reports: expected as many bins as the first state's"),
+        (BINS, 6, "state: expected the shape of the first"),
+    ):
+        operands = (jnp.zeros(BINS), jnp.zeros(5), jnp.zeros(reports), jnp.zeros(state), *[jnp.zeros(0)] * 2)
+        with pytest.raises(Exception, match=message):
+            call("te_update_state", [(5,), (state,), (0,)], *operands, **rule)

@@ -23,8 +23,8 @@ STATE_COLLECTION = "_overwrite_with_gradient"
 
 flax.serialization.register_serialization_state(
     QuantizerState,
-    lambda state: {"scale": state.scale, "amax_history": state.amax_history, "uses": state.uses},
-    lambda _, values: QuantizerState(values["scale"], values["amax_history"], values["uses"]),
+    lambda state: {name: getattr(state, name) for name in QuantizerState.FIELDS},
+    lambda _, values: QuantizerState.pack(**{name: values[name] for name in QuantizerState.FIELDS}),
     override=True,
 )
 

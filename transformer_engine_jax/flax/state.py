@@ -49,10 +49,9 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
 
     def fresh(path, state: QuantizerState) -> QuantizerState:
         kept = old.get(jax.tree_util.keystr(path))
-        if kept is not None and jnp.shape(kept.amax_history) == state.amax_history.shape:
+        if kept is not None and jnp.shape(kept.packed) == state.packed.shape:
             return kept
-        ones = jnp.ones(state.scale.shape, jnp.float32)
-        return QuantizerState(ones, jnp.zeros(state.amax_history.shape, jnp.float32), ones)
+        return QuantizerState.create(current().recipe, state.packed.shape[:-1])
 
     return {**rest, STATE_COLLECTION: jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=_is_state)}
 

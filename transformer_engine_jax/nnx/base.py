@@ -89,10 +89,11 @@ class Fp8Module(nnx.Module):
         recipe = current().recipe
         if recipe is None or not recipe.stateful:
             return gemm_quantizers(checkpoint_name=checkpoint_name), states
-        if states.x.amax_history.shape != (recipe.amax_history_len,):
+        got = (*states.x.packed.shape[:-1], states.x.history_len)
+        if got != (recipe.amax_history_len,):
             raise ValueError(
                 f"{type(self).__name__}: {gemm}: expected FP8 states with amax_history f32[{recipe.amax_history_len}], "
-                f"the recipe's amax_history_len, got {list(states.x.amax_history.shape)}; make the model under the "
+                f"the recipe's amax_history_len, got {list(got)}; make the model under the "
                 "autocast it is used with, or call te_nnx.init_fp8_state(model, recipe)"
             )
         return gemm_quantizers(states, checkpoint_name=checkpoint_name), []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
@@ -59,9 +58,7 @@ def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
       model: any module; stacked layers keep their leading axes.
       recipe: None means the recipe in force, or DelayedScaling().
     """
-    length = recipe_of_state(recipe).amax_history_len
+    recipe = recipe_of_state(recipe)
     for _, variable in list(nnx.iter_graph(model)):
         if isinstance(variable, Fp8State):
-            stacked = variable.get_value().scale.shape
-            ones = jnp.ones(stacked, jnp.float32)
-            variable.set_value(QuantizerState(ones, jnp.zeros((*stacked, length), jnp.float32), ones))
+            variable.set_value(QuantizerState.create(recipe, variable.get_value().packed.shape[:-1]))

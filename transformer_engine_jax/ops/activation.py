@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.kernel import differentiable, kernel
+from transformer_engine_jax.kernel import all_at_once, differentiable, kernel
 from transformer_engine_jax.ops.quantize import partial_sums
 from transformer_engine_jax.ops.result import store
 
@@ -267,7 +267,8 @@ def _named(name: str, clamp: Clamp, x):
 
 
 def _activation_forward(fused: Fused, z):
-    return activation_fwd(z, None, **fused._asdict()).y, z
+    # z's last use is the backward pass, which writes its gradient there.
+    return all_at_once(activation_fwd(z, None, **fused._asdict()).y, z)
 
 
 def _activation_backward(fused: Fused, z, dy):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.kernel import all_at_once, differentiable
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.quantize import Cast, named, observe, quantize_for, watch, watch_gradient
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
@@ -66,7 +66,8 @@ def dense_forward(
     cast_kernel = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - static.k_axes, q=True, q_t=True)
     recipe = quantizers.x.spec.recipe
     y = matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
-    return y, save(cast_x, cast_kernel, quantizers)
+    y, x_t = all_at_once(y, cast_x.q_t)
+    return y, save(cast_x._replace(q_t=x_t), cast_kernel, quantizers)
 
 
 def save(cast_x: Cast, cast_kernel: Cast, quantizers: GemmQuantizers) -> Saved:
@@ -84,6 +85,7 @@ def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None):
     m_axes = saved.x_t.data.ndim - static.k_axes
     dx = matmul(cast_dy.q, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx)
     dkernel = matmul(saved.x_t, cast_dy.q_t, None, m_axes, static.kernel_dtype, recipe.fp8_gemm_wgrad)
+    dx, dkernel = all_at_once(dx, dkernel)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
     reports = GemmQuantizers(
         observe(quantizers.x, saved.x_amax),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.kernel import differentiable, gradients_at_once
 from transformer_engine_jax.ops.activation import (
     Activations,
     Clamp,
@@ -150,8 +150,9 @@ def layernorm_mlp(
     if quantizers is None or quantizers[0].x.spec.calibrating or fused is None:
         first, second = quantizers or (None, None)
         normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
+        normed, kernel_1 = gradients_at_once(normed, kernel_1)
         z = checkpoint_name(dense(normed, kernel_1, bias_1, quantizers=first), names[0])
-        a = activation(z, activations, activation_params)
+        a, kernel_2 = gradients_at_once(activation(z, activations, activation_params), kernel_2)
         return checkpoint_name(
             dense(a, kernel_2, bias_2, quantizers=second, residual=x if residual else None), names[1]
         )

@@ -44,30 +44,16 @@ def read(reports: jax.Array) -> jax.Array:
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-class UpdatedState(NamedTuple):
-    scale: jax.Array  # f32[..]
-    history: jax.Array  # f32[.., H]
-    uses: jax.Array  # f32[..] ones: a constant would be copied, which is a launch
-
-
 class UpdatedStates(NamedTuple):
-    """Fields of UpdatedState, for each state."""
-
-    scale_0: jax.Array
-    history_0: jax.Array
-    uses_0: jax.Array
-    scale_1: jax.Array | None
-    history_1: jax.Array | None
-    uses_1: jax.Array | None
-    scale_2: jax.Array | None
-    history_2: jax.Array | None
-    uses_2: jax.Array | None
+    state_0: jax.Array  # f32[.., 2 + H]
+    state_1: jax.Array | None
+    state_2: jax.Array | None
 
 
 class MendedState(NamedTuple):
     scale: jax.Array  # f32[..]
     scale_inv: jax.Array  # f32[..]
-    history: jax.Array  # f32[.., H]
+    state: jax.Array  # f32[.., 2 + H]
 
 
 class MendedStates(NamedTuple):
@@ -75,13 +61,13 @@ class MendedStates(NamedTuple):
 
     scale_0: jax.Array
     scale_inv_0: jax.Array
-    history_0: jax.Array
+    state_0: jax.Array
     scale_1: jax.Array | None
     scale_inv_1: jax.Array | None
-    history_1: jax.Array | None
+    state_1: jax.Array | None
     scale_2: jax.Array | None
     scale_inv_2: jax.Array | None
-    history_2: jax.Array | None
+    state_2: jax.Array | None
 
 
 class Scales(NamedTuple):
@@ -89,65 +75,68 @@ class Scales(NamedTuple):
     scale_inv: jax.Array  # f32[..]
 
 
-# The states of one GEMM, up to three, take one launch: state 0 is there, 1 and 2 may be None.
+# The states of one GEMM, up to three, take one launch: state 0 is there, 1 and 2 may be None. A state is one array, its
+# scale, its uses and its history one after the other: each array that a step takes and returns costs the host 10 us.
 
 
-@kernel(f"{', '.join(3 * ['... r, ..., ... h'])} -> {', '.join(3 * ['..., ... h, ...'])}", whole="rh")
+def packed(scale: jax.Array, uses: jax.Array, history: jax.Array) -> jax.Array:
+    """f32[.., 2 + H] of scale f32[..], uses f32[..] and history f32[.., H]."""
+    return jnp.concatenate([scale[..., None], uses[..., None], history], axis=-1)
+
+
+def unpacked(state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(scale, uses, history) of `packed`."""
+    return state[..., 0], state[..., 1], state[..., 2:]
+
+
+@kernel(f"{', '.join(3 * ['... r, ... h'])} -> {', '.join(3 * ['... h'])}", whole="rh")
 def update_state(
-    reports_0, scale_0, history_0, reports_1, scale_1, history_1, reports_2, scale_2, history_2,
+    reports_0, state_0, reports_1, state_1, reports_2, state_2,
     *, fp8_max_0, fp8_max_1=0.0, fp8_max_2=0.0, two_to_margin, most_recent,
 ) -> UpdatedStates:  # fmt: skip
     """The states after a step: the reported amax enters the history, and sets the scale alone or with the others."""
 
-    def update(reports, scale, history, fp8_max):
-        if history is None:
-            return 3 * [None]
+    def update(reports, state, fp8_max):
+        if state is None:
+            return None
+        scale, uses, history = unpacked(state)
         amax = read(reports)
         history = jnp.concatenate([amax[..., None], history[..., 1:]], axis=-1)
         window = amax if most_recent else jnp.max(history, axis=-1)
         scale = scale_from_amax(window, scale, fp8_max, two_to_margin)
-        return UpdatedState(scale, jnp.roll(history, 1, axis=-1), jnp.ones_like(scale))
+        return packed(scale, jnp.ones_like(uses), jnp.roll(history, 1, axis=-1))
 
     return UpdatedStates(
-        *update(reports_0, scale_0, history_0, fp8_max_0),
-        *update(reports_1, scale_1, history_1, fp8_max_1),
-        *update(reports_2, scale_2, history_2, fp8_max_2),
+        update(reports_0, state_0, fp8_max_0),
+        update(reports_1, state_1, fp8_max_1),
+        update(reports_2, state_2, fp8_max_2),
     )
 
 
-@kernel(f"{', '.join(3 * ['..., ... h, ...'])} -> {', '.join(3 * ['..., ..., ... h'])}", whole="h")
+@kernel(f"{', '.join(3 * ['... h'])} -> {', '.join(3 * ['..., ..., ... h'])}", whole="h")
 def mend_state(
-    scale_0, history_0, uses_0, scale_1, history_1, uses_1, scale_2, history_2, uses_2,
-    *, fp8_max_0, fp8_max_1=0.0, fp8_max_2=0.0, two_to_margin, most_recent,
-) -> MendedStates:  # fmt: skip
+    state_0, state_1, state_2, *, fp8_max_0, fp8_max_1=0.0, fp8_max_2=0.0, two_to_margin, most_recent
+) -> MendedStates:
     """The states to start a step from: themselves, unless they are sums of `uses` states, or of none."""
 
-    def mend(scale, history, uses, fp8_max):
-        if history is None:
+    def mend(state, fp8_max):
+        if state is None:
             return 3 * [None]
+        scale, uses, history = unpacked(state)
         n = jnp.maximum(uses, 1.0)
         newest = 1 % history.shape[-1]
         history = (history / n[..., None]).at[..., newest].set(history[..., newest])
         last = jnp.where((scale > 0) & jnp.isfinite(scale), scale / n, 1.0)
         window = history[..., newest] if most_recent else jnp.max(history, axis=-1)
         mended = jnp.where(n > 1, scale_from_amax(window, last, fp8_max, two_to_margin), last)
-        return MendedState(mended, 1.0 / mended, history)
+        return MendedState(mended, 1.0 / mended, packed(mended, jnp.ones_like(uses), history))
 
-    return MendedStates(
-        *mend(scale_0, history_0, uses_0, fp8_max_0),
-        *mend(scale_1, history_1, uses_1, fp8_max_1),
-        *mend(scale_2, history_2, uses_2, fp8_max_2),
-    )
+    return MendedStates(*mend(state_0, fp8_max_0), *mend(state_1, fp8_max_1), *mend(state_2, fp8_max_2))
 
 
 def in_threes(states: Sequence[Sequence[Any]]) -> list[Any]:
     """Operands of a kernel of up to three states, from what it takes of each."""
-    return [x for state in (*states, *[3 * [None]] * (3 - len(states))) for x in state]
-
-
-def by_state(results: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """What such a kernel returns for each of `count` states."""
-    return [results[3 * i : 3 * i + 3] for i in range(count)]
+    return [x for state in (*states, *[len(states[0]) * [None]] * (3 - len(states))) for x in state]
 
 
 @kernel("... -> ..., ...")

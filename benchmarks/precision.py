@@ -1,0 +1,79 @@
+"""Where FP8 pays: a dense op of each size with all its gradients, in FP8 and in bf16, casts and states included.
+
+What a layer decides by (transformer_engine_jax/precision.py) was fitted to this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+import transformer_engine_jax as te
+from benchmarks.timing import Repeated, interleaved, operand_sets
+from transformer_engine_jax import recipe
+from transformer_engine_jax.quantized import GemmState, gemm_quantizers
+
+TOKENS = (1024, 4096, 8192, 16384)
+FEATURES = ((256, 256), (512, 512), (768, 768), (768, 3072), (1024, 1024), (1024, 4096), (2048, 2048), (4096, 4096))
+
+
+def gradients(fp8: recipe.Recipe | None) -> Callable:
+    """(x, kernel, dy, state) -> an entry of all that a training step asks of a dense op: y and gradients of all but dy.
+
+    An entry, because each array that a program returns costs the host 10 us, more than small products take.
+    """
+
+    def step(x, kernel, dy, state):
+        def dense(x, kernel, state):
+            return te.dense(x, kernel, quantizers=None if fp8 is None else gemm_quantizers(state, fp8))
+
+        y, vjp = jax.vjp(dense, x, kernel, state)
+        results = jax.lax.optimization_barrier(jax.tree.leaves((y, vjp(dy))))
+        return jnp.stack([result.ravel()[0].astype(jnp.float32) for result in results if result.size])
+
+    return step
+
+
+CONTENDERS = {"fp8": gradients(recipe.DelayedScaling()), "bf16": gradients(None)}
+
+
+def measure(tokens: int, k: int, n: int, **timing) -> dict[str, float]:
+    """Milliseconds of each contender."""
+    x, kernel, dy = (
+        jax.random.normal(jax.random.key(i), shape, dtype)
+        for i, (shape, dtype) in enumerate(
+            [((tokens, k), jnp.bfloat16), ((k, n), jnp.float32), ((tokens, n), jnp.bfloat16)]
+        )
+    )
+    operands, tree = jax.tree.flatten((x, kernel, dy, GemmState.create()))
+    size = 2 * sum(a.nbytes for a in operands)
+    sets = operand_sets(operands, size, most=24)
+    programs = {
+        name: Repeated(lambda *leaves, step=step: step(*jax.tree.unflatten(tree, leaves)), sets)
+        for name, step in CONTENDERS.items()
+    }
+    return {name: timing.median for name, timing in interleaved(programs, **timing).items()}
+
+
+def run(tokens: list[int], **timing) -> Iterator[dict]:
+    """A row for each number of tokens and each size of a kernel, both ways round where it is not square."""
+    for m in tokens:
+        for k, n in dict.fromkeys(pair for k, n in FEATURES for pair in ((k, n), (n, k))):
+            ms = measure(m, k, n, **timing)
+            yield {
+                "m": m,
+                "n": n,
+                "k": k,
+                "fp8_ms": ms["fp8"],
+                "bf16_ms": ms["bf16"],
+                "speedup": ms["bf16"] / ms["fp8"],
+            }
+
+
+def line(row: dict) -> str:
+    return (
+        f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6}  fp8 {row['fp8_ms']:8.4f} ms  bf16 {row['bf16_ms']:8.4f} ms  "
+        f"x{row['speedup']:.2f}"
+    )
