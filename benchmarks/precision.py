@@ -59,8 +59,9 @@ def measure(tokens: int, k: int, n: int, **timing) -> dict[str, float]:
 
 def run(tokens: list[int], **timing) -> Iterator[dict]:
     """A row for each number of tokens and each size of a kernel, both ways round where it is not square."""
+    kernels = dict.fromkeys(pair for a, b in FEATURES for pair in ((a, b), (b, a)))
     for m in tokens:
-        for k, n in dict.fromkeys(pair for k, n in FEATURES for pair in ((k, n), (n, k))):
+        for k, n in kernels:
             ms = measure(m, k, n, **timing)
             yield {
                 "m": m,

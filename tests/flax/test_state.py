@@ -7,7 +7,6 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import steps
 from steps import CURRENT, DELAYED
