@@ -210,6 +210,15 @@ def test_a_buffer_counts_once_however_often_it_is_used(how, mode):
     testing.assert_close(total, buffer + product, F32)
 
 
+def test_calls_that_are_jitted_by_themselves_each_count_the_buffer():
+    """What `Accumulating` warns of: nothing tells one such call of the other."""
+    xs, (kernel,), (buffer,) = inputs("dense")
+    call = jax.jit(lambda x, given: dense(x, given))
+    total = lambda given: weighted([call(xs[0], given), call(xs[1], given)])
+    got = jax.grad(lambda b: total(te.Accumulating(kernel, b)))(buffer)
+    testing.assert_close(got, 2 * buffer + jax.grad(total)(kernel), F32)
+
+
 @pytest.mark.parametrize("mode", ["delayed", "off"])
 def test_vmap_of_grad(mode):
     xs, kernels, buffers = inputs("layernorm_mlp")

@@ -20,8 +20,7 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     With the collection among its variables, a model's gradient with respect to a buffer is the buffer plus that of the
     kernel, added by the product that computes it and in place; the gradient of the kernel itself is zero. What comes
     out of a microbatch goes into the next one, and `te.update_collections(main_grads, grads)` puts the sums where an
-    optimizer looks for them. A kernel may be used several times in a step, but in one call alone that is jitted or
-    rematerialised by itself: each such call would add the buffer.
+    optimizer looks for them. Modules may be used several times in a step; `te.Accumulating` tells of the exceptions.
 
     Args:
       model: any Linen module; around the modules of transformer_engine_jax in it transforms such as nn.scan must name

@@ -19,7 +19,13 @@ from transformer_engine_jax.quantized import kept_on
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accumulating:
-    """A kernel whose gradient is added to a buffer: what `dense` and its like take in place of the kernel."""
+    """A kernel whose gradient is added to a buffer: what `dense` and its like take in place of the kernel.
+
+    Several products of a step may use a buffer, which counts once. It counts each time where JAX adds up gradients out
+    of sight of the ops: those of several calls that are given the buffer and jitted or rematerialised each by itself,
+    of the steps of a scan with the buffer in its carry, and of the shards of a shard_map with check_vma=False (there,
+    reduce over the mesh after the last microbatch).
+    """
 
     kernel: jax.Array  # [k.., n..] any float dtype
     main_grad: jax.Array  # f32[k.., n..] the sum so far; its gradient is the next one
@@ -60,9 +66,9 @@ def claimed(main_grad: jax.Array | None, *others: jax.Array) -> tuple[jax.Array 
     """(what stands for a buffer in a product with these others, whether the product adds to it); None without one.
 
     A product's gradient of the buffer is buffer + dkernel where it adds, else dkernel, and JAX adds up those of several
-    products: so one of them adds. The first does; unless it may run several times for this one buffer, which is where
-    the buffer comes from further out (the body of a scan, vmap), or the others vary over manual mesh axes and it does
-    not. Then `_enter`, placed where the buffer comes from, adds it to the sum of the products, in a pass of its own.
+    products: so one of them adds. The first does, unless it may run several times for this one buffer: where the buffer
+    comes from further out (the body of a scan, vmap), or the others vary over manual mesh axes and it does not. Then
+    `_enter`, placed where the buffer comes from, adds it to the sum of the products, in a pass of its own.
     """
     if main_grad is None or not isinstance(main_grad, jax.core.Tracer):
         return main_grad, None if main_grad is None else True
