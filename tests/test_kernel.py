@@ -35,6 +35,14 @@ def test_a_rule_that_does_not_fit_the_signature_is_refused():
             return x
 
 
+def test_aliases_of_an_unknown_result_are_refused():
+    with pytest.raises(TypeError, match=r"unknown buffers \['y'\]"):
+
+        @kernel("... -> ...", aliases={"x": "y"})
+        def wrong(x, *, in_place=False) -> Any:
+            return x
+
+
 def test_reduce_of_an_unknown_result_is_refused():
     with pytest.raises(TypeError, match=r"unknown buffers \['y'\]"):
 

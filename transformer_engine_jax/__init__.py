@@ -23,12 +23,14 @@ from transformer_engine_jax.ops.fused_attn import fused_attn
 from transformer_engine_jax.ops.layernorm import layernorm, rmsnorm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.ops.quantize import dequantize, quantize
 from transformer_engine_jax.ops.softmax import softmax
 from transformer_engine_jax.quantized import GemmState, QuantizerState, gemm_quantizers
 from transformer_engine_jax.support import is_fp8_available
 
 __all__ = [
+    "Accumulating",
     "Attention",
     "ContextParallel",
     "GemmState",

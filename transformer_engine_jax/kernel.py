@@ -12,8 +12,8 @@ A rule such as ``"... k, k, - -> ... k, -"`` names every axis of every operand a
 
 Positional parameters of the reference are buffers, and may be None where optional; keyword-only parameters
 are static attributes. The reference returns an array or a NamedTuple, with None for what was not asked for: an
-attribute with a result's name (``q_t: bool = False``) asks for it. Such attributes and dtypes show in the results'
-buffers, so the handlers are passed only the others.
+attribute with a result's name (``q_t: bool = False``) asks for it, and ``in_place: bool`` for a result in an operand's
+buffer. Such attributes and dtypes show in the results' buffers, so the handlers are passed only the others.
 """
 
 from __future__ import annotations
@@ -96,12 +96,15 @@ def _name_axes(kernel: Kernel, attributes: Mapping[str, Any], ranks: Sequence[in
 class Kernel:
     """A declared kernel: called like its reference, it runs the platform's FFI handler ``te_<name>``."""
 
-    def __init__(self, reference: Callable, rule: str, whole, reduce, once, by_shard, platforms, workspace, note):
+    def __init__(
+        self, reference: Callable, rule: str, whole, reduce, once, by_shard, platforms, workspace, note, aliases
+    ):
         functools.update_wrapper(self, reference)
         self.reference, self.rule, self.name = reference, rule, reference.__name__
         self.operands, self.results = _parse(rule)
         self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
         self.by_shard, self.platforms, self.note = dict(by_shard), frozenset(platforms), note
+        self.aliases = dict(aliases)
         parameters = inspect.signature(reference).parameters.values()
         self.operand_names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.attribute_defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -110,10 +113,12 @@ class Kernel:
         self.result_names = list(self.result_type._fields) if self.result_type else ["result"]
         if (len(self.operand_names), len(self.result_names)) != (len(self.operands), len(self.results)):
             raise TypeError(f"{self.name}: the rule `{rule}` does not name {self.operand_names} -> {self.result_names}")
-        unknown = (set(self.reduce) - set(self.result_names)) | ((self.once | set(by_shard)) - set(self.operand_names))
-        unknown |= set(self.by_shard.values()) - {*self.operand_names, *self.result_names}
+        operands, results = set(self.operand_names), set(self.result_names)
+        unknown = {*self.reduce, *self.aliases.values()} - results
+        unknown |= {*self.once, *self.by_shard, *self.aliases} - operands
+        unknown |= {*self.by_shard.values()} - operands - results
         if unknown:
-            raise TypeError(f"{self.name}: reduce/once/by_shard name unknown buffers {sorted(unknown)}")
+            raise TypeError(f"{self.name}: reduce/once/by_shard/aliases name unknown buffers {sorted(unknown)}")
 
     def __call__(self, *operands, **attributes):
         if len(operands) != len(self.operand_names):
@@ -150,6 +155,7 @@ def kernel(
     platforms: Sequence[str] = ("cpu", "cuda"),
     workspace: Callable[..., int] | None = None,
     note: Callable[..., str] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Declares a kernel by its reference.
 
@@ -165,9 +171,11 @@ def kernel(
       workspace: bytes of scratch memory the CUDA handler takes as its last result, from the operands
         (objects with shape and dtype, or None) and the attributes.
       note: what `explain` says of a call on CUDA, from the same; "" where there is nothing to say.
+      aliases: operand -> the result that takes its buffer, where the attribute `in_place` asks for it and they are of
+        one shape and dtype. Handlers then read each element before they write it.
     """
     return lambda reference: Kernel(
-        reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note
+        reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note, aliases or {}
     )
 
 
@@ -237,7 +245,7 @@ def _ffi_attributes(call: _Call) -> dict[str, Any]:
     """Static attributes as the handlers decode them, less what shows in the results' buffers."""
     out = {}
     for name, value in call.attributes:
-        if name in call.kernel.result_names:
+        if name in call.kernel.result_names or name == "in_place":
             continue
         if isinstance(value, str | bool):
             out[name] = value
@@ -248,6 +256,16 @@ def _ffi_attributes(call: _Call) -> dict[str, Any]:
     return out
 
 
+def _aliases(call: _Call, operands: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:
+    """The numbers of the operands whose buffers become results', and of these."""
+    if not dict(call.attributes).get("in_place"):
+        return {}
+    kernel = call.kernel
+    pairs = [(kernel.operand_names.index(o), kernel.result_names.index(r)) for o, r in kernel.aliases.items()]
+    layout = lambda x: (tuple(x.shape), np.dtype(x.dtype))
+    return {o: r for o, r in pairs if layout(operands[o]) == layout(results[r])}
+
+
 def _ffi_call(call: _Call, platform: str, *present) -> tuple:
     operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in call.fill(present)]
     shapes = call.result_shapes(present)
@@ -255,7 +273,8 @@ def _ffi_call(call: _Call, platform: str, *present) -> tuple:
     if call.kernel.workspace and platform == "cuda":
         size = call.kernel.workspace(*call.fill(present), **dict(call.attributes))
         results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
-    out = jax.ffi.ffi_call(f"te_{call.kernel.name}", results)(*operands, **_ffi_attributes(call))
+    target, aliases = f"te_{call.kernel.name}", _aliases(call, operands, results)
+    out = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **_ffi_attributes(call))
     return tuple(o for o, s in zip(out, shapes) if s is not None)
 
 
@@ -608,6 +627,6 @@ def _in_order_backward(_, residuals, cotangents):
 _in_order = differentiable(_in_order_forward, _in_order_backward)
 
 
-def gradients_at_once(*values: jax.Array) -> tuple[jax.Array, ...]:
-    """The values, none of whose gradients is used before all are there; see all_at_once."""
-    return _in_order(None, *values)
+def gradients_at_once(*values: Any) -> tuple[Any, ...]:
+    """The values, none of whose gradients is used before all are there; see all_at_once. Only of arrays."""
+    return _in_order(None, *values) if all(map(_is_array, values)) else values

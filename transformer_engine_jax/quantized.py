@@ -202,6 +202,12 @@ def _attach_backward(specs: tuple[QuantizerSpec, ...], states: list[QuantizerSta
 _attach = differentiable(_attach_forward, _attach_backward)
 
 
+def kept_on(trace, name: str) -> dict:
+    """A dictionary that lives on a trace under this name, and so is gone with it."""
+    owner = trace if hasattr(trace, "__dict__") else getattr(trace, "frame", None)
+    return owner.__dict__.setdefault(name, {}) if hasattr(owner, "__dict__") else {}
+
+
 def _attach_once(specs: tuple[QuantizerSpec, ...], states: tuple[QuantizerState, ...]) -> list[Quantizer]:
     """_attach at the level of tracing where the states live, and once there.
 
@@ -218,10 +224,8 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: tuple[QuantizerState,
     here = jax.sharding.get_abstract_mesh().manual_axes or jax.config.jax_check_tracer_leaks
     if here or not isinstance(leaves[0], jax.core.Tracer):
         return attached()
-    # Remembered on the trace itself, and so gone with it.
     trace = leaves[0]._trace
-    owner = trace if hasattr(trace, "__dict__") else getattr(trace, "frame", None)
-    known = owner.__dict__.setdefault("_te_attached", {}) if hasattr(owner, "__dict__") else {}
+    known = kept_on(trace, "_te_attached")
     key = (specs, *[id(leaf) for leaf in leaves])
     if key not in known:
         with set_current_trace(trace):

@@ -206,9 +206,9 @@ Check plan(const GemmOperands& in, Out& d, Out& amax, Out& workspace, const Gemm
       if (in.bias.element_type() != p.bias_dtype) p.bias = call.bias = cutter.cut(4 * s.n);
     }
   } else {
-    check.that(absent(in.c) || in.c.untyped_data() != p.d, "c",
-               "a buffer of its own for this mixture of dtypes and sizes", "d's buffer");
-    call.sums = static_cast<float*>(call.d.dtype == DType::F32 ? p.d : cutter.cut(4 * s.m * s.n));
+    // The sums go where d goes, unless `finish` finds c there.
+    const bool in_d = call.d.dtype == DType::F32 && (absent(in.c) || in.c.untyped_data() != p.d);
+    call.sums = static_cast<float*>(in_d ? p.d : cutter.cut(4 * s.m * s.n));
     if (fp8) {
       p.a = call.a_bf16 = static_cast<bf16*>(cutter.cut(2 * s.m * s.k));
       p.b = call.b_bf16 = static_cast<bf16*>(cutter.cut(2 * s.n * s.k));

@@ -4,7 +4,7 @@
 //
 //   a, b        both FP8 (of either kind), or both f32, f16 or bf16; the contracted axes last
 //   *_scale_inv f32[], what a unit of an FP8 operand stands for (absent: 1)
-//   bias, c     f32, f16 or bf16, each absent where not wanted
+//   bias, c     f32, f16 or bf16, each absent where not wanted; c of d's dtype may be in d's buffer
 //   d           FP8 exactly where d_scale f32[] is given, cast(value * d_scale); else f32, f16 or bf16
 //   amax        f32[], max |value|: of the f32 value before an FP8 cast, of d itself otherwise; may be absent
 //   workspace   CUDA only: scratch

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -240,6 +241,22 @@ def test_jit_vmap_and_shards(sharded, result):
     for amax in (False, True):
         attributes = dict(dtype=result, amax=amax)
         check_kernel(gemm, [a, b, *scales, bias, c, d_scale], attributes, compare, specs=specs)
+
+
+@pytest.mark.parametrize("case", [case for case in EPILOGUES if case.c], ids=str)
+@pytest.mark.parametrize("live", [False, True], ids=["c is done with", "c lives on"])
+def test_in_place(case, live):
+    a, b, *scales, bias, c, d_scale = operands(case)
+
+    @partial(jax.jit, donate_argnums=0, static_argnums=1)
+    def run(c, in_place):
+        d = gemm(a, b, *scales, bias, c, d_scale, dtype=case.d, amax=case.amax, in_place=in_place)
+        return d, 2 * c if live else None
+
+    got, expected = run(jnp.asarray(c), True), run(jnp.asarray(c), False)
+    assert_close(jax.tree.map(f64, got), jax.tree.map(f64, expected), 2**-12)
+    aliased = "output_to_operand_aliasing" in run.lower(jnp.asarray(c), True).compile().as_text()
+    assert aliased == (case.c == case.d)
 
 
 @pytest.mark.parametrize("batched", ["a", "b", "both"])

@@ -8,18 +8,23 @@ from typing import Any
 import flax
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.ops.layernorm import check_epsilon
 from transformer_engine_jax.ops.low_rank import low_rank
+from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.ops.rope import GROUPS
 from transformer_engine_jax.quantized import GemmQuantizers, GemmState, QuantizerState, gemm_quantizers
 from transformer_engine_jax.recipe import Recipe
 
 # The name that Flax's TrainState and others already treat as "replace this with its gradient".
 STATE_COLLECTION = "_overwrite_with_gradient"
+
+# Buffers of kernels' gradients, see te_flax.main_grads.
+MAIN_GRADS_COLLECTION = "main_grads"
 
 flax.serialization.register_serialization_state(
     QuantizerState,
@@ -69,6 +74,18 @@ class Fp8Module(nn.Module):
         """A parameter that carries its logical axes, where there are any."""
         check_common(self)
         return self.param(name, with_axes(self, name, init, axes, shape), tuple(shape), dtype)
+
+    @nn.nowrap
+    def make_kernel(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):
+        """A parameter as `dense` takes it: with the buffer of its gradient, where there is one."""
+        kernel = self.make_param(name, init, axes, shape, dtype)
+        # Made where a call asks for the collection by name (te_flax.main_grads); not by init, or mutable=True.
+        mutable = self.is_mutable_collection
+        if not self.has_variable(MAIN_GRADS_COLLECTION, name) and (not mutable(MAIN_GRADS_COLLECTION) or mutable("")):
+            return kernel
+        return Accumulating(
+            kernel, self.variable(MAIN_GRADS_COLLECTION, name, jnp.zeros, tuple(shape), jnp.float32).value
+        )
 
     @nn.nowrap
     def make_norm_params(

@@ -20,6 +20,7 @@ from transformer_engine_jax.flax.base import (
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
+from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import GemmQuantizers, keep
 from transformer_engine_jax.sharding import constrain
 
@@ -57,6 +58,18 @@ def joined(parts: Sequence[jax.Array], axis: int) -> jax.Array | None:
     return (jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]) if parts else None
 
 
+Kernel = jax.Array | Accumulating
+
+
+def joined_kernels(kernels: Sequence[Kernel], axis: int) -> Kernel:
+    """The kernels side by side, and so their buffers, which all have or none."""
+    if not any(isinstance(kernel, Accumulating) for kernel in kernels):
+        return joined(kernels, axis)
+    if not all(isinstance(kernel, Accumulating) for kernel in kernels):
+        raise ValueError("main_grads: expected a buffer for each kernel of one product, or for none of them")
+    return Accumulating(joined([k.kernel for k in kernels], axis), joined([k.main_grad for k in kernels], axis))
+
+
 class _Dense(Fp8Module):
     """Fields and parameters of a dense product."""
 
@@ -76,7 +89,7 @@ class _Dense(Fp8Module):
     quantization_checkpoint_name: str | None = None
     parameters_split: ParametersSplit | None = None
 
-    def _make_kernel(self, x: jax.Array, k_axes: int) -> tuple[jax.Array, jax.Array | None, tuple[int, ...]]:
+    def _make_kernel(self, x: jax.Array, k_axes: int) -> tuple[Kernel, jax.Array | None, tuple[int, ...]]:
         """(kernel, bias or None, features) for x, whose last k_axes axes are contracted."""
         features = canonical_tuple(self.features)
         if not features or not all(isinstance(f, int | np.integer) and f > 0 for f in features):
@@ -87,10 +100,10 @@ class _Dense(Fp8Module):
         kernels, biases = [], []
         for prefix, size in split_sizes(type(self).__name__, self.parameters_split, features[0]).items():
             part = (size, *features[1:])
-            kernels.append(self.make_param(f"{prefix}kernel", init, self.kernel_axes, inputs + part, dtype))
+            kernels.append(self.make_kernel(f"{prefix}kernel", init, self.kernel_axes, inputs + part, dtype))
             if self.use_bias:
                 biases.append(self.make_param(f"{prefix}bias", self.bias_init, self.bias_axes, part, dtype))
-        return joined(kernels, k_axes), joined(biases, 0), features
+        return joined_kernels(kernels, k_axes), joined(biases, 0), features
 
     def _finish(self, y: jax.Array, x: jax.Array, k_axes: int, features, unused) -> jax.Array:
         if self.enable_low_rank_adaptation:
@@ -199,7 +212,7 @@ class ProjectionParts(NamedTuple):
 
     gamma: jax.Array | None
     beta: jax.Array | None
-    kernel: jax.Array
+    kernel: Kernel
     bias: jax.Array | None
     quantizers: GemmQuantizers | None
     unused: Any  # states

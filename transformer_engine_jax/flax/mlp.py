@@ -128,8 +128,8 @@ class LayerNormMLP(Fp8Module):
         init = self.kernel_init or default_kernel_init
         shape_1, shape_2 = (hidden, count, self.intermediate_dim), (self.intermediate_dim, hidden)
         init_1 = flat_kernel_init(init, 1, scales=(1.0,) * count)
-        wi = self.make_param("wi_kernel", init_1, self.kernel_axes_1, shape_1, self.dtype)
-        wo = self.make_param("wo_kernel", init, self.kernel_axes_2, shape_2, self.dtype)
+        wi = self.make_kernel("wi_kernel", init_1, self.kernel_axes_1, shape_1, self.dtype)
+        wo = self.make_kernel("wo_kernel", init, self.kernel_axes_2, shape_2, self.dtype)
         if not self.use_bias:
             return (wi, wo), (None, None)
         wi_bias = self.make_param("wi_bias", self.bias_init, self.bias_axes_1, shape_1[1:], self.dtype)

@@ -32,17 +32,7 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     if current().recipe is None:
         raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
     rest = {name: collection for name, collection in variables.items() if name != STATE_COLLECTION}
-    given, tree = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, x in enumerate(given) if hasattr(x, "shape") and hasattr(x, "dtype")]
-
-    def run(variables, values):
-        leaves = list(given)
-        for i, value in zip(arrays, values):
-            leaves[i] = value
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        return model.apply(variables, *args, **kwargs, mutable=[STATE_COLLECTION])[1]
-
-    needed = jax.eval_shape(run, rest, [given[i] for i in arrays]).get(STATE_COLLECTION)
+    needed = shapes_of_call(model, rest, args, kwargs, [STATE_COLLECTION]).get(STATE_COLLECTION)
     if not needed:
         return rest
     old = dict(_paths(flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))))
@@ -54,6 +44,21 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         return QuantizerState.create(current().recipe, state.packed.shape[:-1])
 
     return {**rest, STATE_COLLECTION: jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=_is_state)}
+
+
+def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs, mutable: list[str]) -> Any:
+    """The collections that a call would write, as jax.ShapeDtypeStructs."""
+    given, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, x in enumerate(given) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def run(variables, values):
+        leaves = list(given)
+        for i, value in zip(arrays, values):
+            leaves[i] = value
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return model.apply(variables, *args, **kwargs, mutable=mutable)[1]
+
+    return jax.eval_shape(run, variables, [given[i] for i in arrays])
 
 
 def _is_state(x: Any) -> bool:

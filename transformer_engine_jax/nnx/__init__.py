@@ -33,10 +33,11 @@ from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral
 from transformer_engine_jax.nnx.dot_general import DotGeneral, Einsum
 from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
 from transformer_engine_jax.nnx.layernorm import LayerNorm, RMSNorm
+from transformer_engine_jax.nnx.main_grads import main_grads, take_main_grads
 from transformer_engine_jax.nnx.mlp import LayerNormMLP
 from transformer_engine_jax.nnx.relative_positions import RelativePositionBiases
 from transformer_engine_jax.nnx.softmax import Softmax
-from transformer_engine_jax.nnx.state import TRAINED, Fp8State, init_fp8_state, update_state
+from transformer_engine_jax.nnx.state import TRAINED, Fp8State, MainGrad, init_fp8_state, update_state
 from transformer_engine_jax.nnx.transformer import TransformerLayer
 from transformer_engine_jax.sharding import extend_logical_axis_rules
 
@@ -50,6 +51,7 @@ __all__ = [
     "LayerNorm",
     "LayerNormDenseGeneral",
     "LayerNormMLP",
+    "MainGrad",
     "MultiHeadAttention",
     "RMSNorm",
     "RelativePositionBiases",
@@ -60,6 +62,8 @@ __all__ = [
     "extend_logical_axis_rules",
     "from_linen",
     "init_fp8_state",
+    "main_grads",
+    "take_main_grads",
     "to_linen",
     "update_state",
 ]

@@ -16,8 +16,11 @@ from transformer_engine_jax.flax.base import check_common, check_positive
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.low_rank import low_rank
+from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import GemmQuantizers, GemmState, gemm_quantizers
 from transformer_engine_jax.sharding import constrain
+
+SUFFIX = "_main_grad"  # of the attribute beside a kernel, see te_nnx.main_grads
 
 
 def module(cls: type) -> type:
@@ -51,6 +54,11 @@ class Fp8Module(nnx.Module):
         metadata = {"out_sharding": tuple(axes), "eager_sharding": False} if axes else {}
         value = init(rngs.params(), tuple(shape), dtype)
         setattr(self, name, nnx.Param(constrain(value, tuple(axes)), **metadata))
+
+    def kernel_of_product(self, name: str) -> jax.Array | Accumulating:
+        """A kernel as `dense` takes it: with the buffer of its gradient, where there is one."""
+        kernel, main_grad = array(getattr(self, name)), array(getattr(self, f"{name}{SUFFIX}", None))
+        return kernel if main_grad is None else Accumulating(kernel, main_grad)
 
     def make_norm_params(self, features: int, scale_init, bias_init, bias_axes, dtype, rngs) -> None:
         """`scale` and, for "layernorm", `ln_bias`, else None."""
@@ -99,7 +107,7 @@ class Fp8Module(nnx.Module):
         return gemm_quantizers(states, checkpoint_name=checkpoint_name), []
 
 
-def array(parameter: nnx.Param | None) -> jax.Array | None:
+def array(parameter: nnx.Variable | None) -> jax.Array | None:
     """The value of a parameter that may be absent."""
     return None if parameter is None else parameter.get_value()
 

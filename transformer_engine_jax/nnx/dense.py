@@ -13,7 +13,14 @@ import numpy as np
 from flax import nnx
 
 from transformer_engine_jax.flax.base import canonical_tuple
-from transformer_engine_jax.flax.dense import ParametersSplit, contracted_last, joined, split_sizes
+from transformer_engine_jax.flax.dense import (
+    Kernel,
+    ParametersSplit,
+    contracted_last,
+    joined,
+    joined_kernels,
+    split_sizes,
+)
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
 from transformer_engine_jax.ops.dense import dense
@@ -74,12 +81,11 @@ class _Dense(Fp8Module):
     def _parts(self) -> dict[str, int]:
         return split_sizes(type(self).__name__, self.parameters_split, canonical_tuple(self.features)[0])
 
-    def _kernel_and_bias(self) -> tuple[jax.Array, jax.Array | None]:
-        kernels, biases = (
-            [getattr(self, f"{prefix}{name}") for prefix in self._parts()] for name in ("kernel", "bias")
-        )
+    def _kernel_and_bias(self) -> tuple[Kernel, jax.Array | None]:
+        kernels = [self.kernel_of_product(f"{prefix}kernel") for prefix in self._parts()]
+        biases = [getattr(self, f"{prefix}bias") for prefix in self._parts()]
         k_axes = len(canonical_tuple(self.in_features))
-        return joined([array(k) for k in kernels], k_axes), joined([array(b) for b in biases if b is not None], 0)
+        return joined_kernels(kernels, k_axes), joined([array(b) for b in biases if b is not None], 0)
 
     def _computed_in(self, x: jax.Array) -> jax.Array:
         # `dtype` names the parameters' dtype, and x brings its own, unless param_dtype frees `dtype` for x.

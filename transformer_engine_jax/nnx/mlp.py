@@ -123,7 +123,7 @@ class LayerNormMLP(Fp8Module):
         check_dims(self, "intermediate_hidden_dropout_dims", x.ndim)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
         gamma, beta = array(self.scale), array(self.ln_bias)
-        kernels, bias = [array(self.wi_kernel), array(self.wo_kernel)], array(self.wo_bias)
+        kernels, bias = [self.kernel_of_product(f"{name}_kernel") for name in ("wi", "wo")], array(self.wo_bias)
         biases = [array(self.wi_bias), None if self.return_bias else bias]
         first, unused_1 = self.gemm_quantizers("gemm_1", self.quantization_checkpoint_name)
         second, unused_2 = self.gemm_quantizers("gemm_2", self.quantization_checkpoint_name)

@@ -19,7 +19,12 @@ class Fp8State(nnx.Variable):
     """Holds the QuantizerState of one operand of one GEMM."""
 
 
-TRAINED = nnx.Any(nnx.Param, Fp8State)
+class MainGrad(nnx.Variable):
+    """Holds the sum of a kernel's gradients, f32, see `main_grads`."""
+
+
+_OVERWRITTEN = nnx.Any(Fp8State, MainGrad)
+TRAINED = nnx.Any(nnx.Param, _OVERWRITTEN)
 
 
 def recipe_of_state(recipe: Recipe | None = None) -> DelayedScaling:
@@ -29,26 +34,26 @@ def recipe_of_state(recipe: Recipe | None = None) -> DelayedScaling:
 
 
 def update_state(model: nnx.Module, grads: Any) -> Any:
-    """Gives the model its next FP8 state, and returns the gradients of its parameters.
+    """Gives the model its next FP8 state, and buffers of `main_grads`; returns the gradients of its parameters.
 
     Args:
       model: updated in place.
       grads: of nnx.grad or nnx.value_and_grad with argnums=nnx.DiffState(0, te_nnx.TRAINED).
 
     Returns:
-      grads without the FP8 state; what nnx.Optimizer.update and gradient norms take.
+      grads of parameters alone; what nnx.Optimizer.update and gradient norms take.
 
     Raises:
       ValueError: the model has FP8 state and grads has not.
     """
-    new = nnx.state(grads, Fp8State)
-    if not new and nnx.state(model, Fp8State):
+    new = nnx.state(grads, _OVERWRITTEN)
+    if not new and nnx.state(model, _OVERWRITTEN):
         raise ValueError(
             "update_state: grads: expected the FP8 state among the gradients, got none; "
             "differentiate with argnums=nnx.DiffState(0, te_nnx.TRAINED)"
         )
     nnx.update(model, new)
-    return nnx.state(grads, nnx.Not(Fp8State))
+    return nnx.state(grads, nnx.Not(_OVERWRITTEN))
 
 
 def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:

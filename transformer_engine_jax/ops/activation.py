@@ -158,15 +158,16 @@ def _scratch(dy, z, scale, *, dbias, **_) -> int:
     "... n, ... a n, - -> ... a n, a n ..., -, a n",
     whole="a",
     reduce={"amax": "max", "dbias": "sum"},
+    aliases={"z": "dz"},
     workspace=_scratch,
 )
 def activation_bwd(
     dy, z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, dz=True, dz_t=False,
-    amax=False, dbias=False,
+    amax=False, dbias=False, in_place=False,
 ) -> ActivationBwd:  # fmt: skip
     """dz from dy[.., N] and z; with a scale f32[], dz is FP8 (`dtype`), without it z's dtype or `dtype`.
 
-    Without dz, amax is that of the values themselves, in f32.
+    Without dz, amax is that of the values themselves, in f32. in_place: a dz of z's dtype takes z's buffer.
     """
     curve, gate = _split("activation_bwd", z, activation, Clamp(limit, alpha, glu_linear_offset))
     dy = dy.astype(jnp.float32)
@@ -272,7 +273,7 @@ def _activation_forward(fused: Fused, z):
 
 
 def _activation_backward(fused: Fused, z, dy):
-    return (activation_bwd(dy, z, None, **fused._asdict()).dz,)
+    return (activation_bwd(dy, z, None, **fused._asdict(), in_place=True).dz,)
 
 
 _activation = differentiable(_activation_forward, _activation_backward)

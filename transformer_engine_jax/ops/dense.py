@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.kernel import all_at_once, differentiable
 from transformer_engine_jax.ops.gemm import gemm
+from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.quantize import Cast, named, observe, quantize_for, watch, watch_gradient
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
 from transformer_engine_jax.recipe import MMParams
@@ -24,11 +25,12 @@ class Dense(NamedTuple):
     kernel_dtype: np.dtype
     bias_dtype: np.dtype | None
     residual: bool = False  # whether there is one to add
+    adds: bool | None = None  # whether the kernel's gradient is added to its buffer; None where there is none
 
     @classmethod
-    def of(cls, x, kernel, bias, k_axes: int, residual: bool = False) -> Dense:
+    def of(cls, x, kernel, bias, k_axes: int, residual: bool = False, adds: bool | None = None) -> Dense:
         bias_dtype = None if bias is None else np.dtype(bias.dtype)
-        return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), bias_dtype, residual)
+        return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), bias_dtype, residual, adds)
 
 
 class Saved(NamedTuple):
@@ -38,13 +40,21 @@ class Saved(NamedTuple):
     kernel: QuantizedTensor  # [k.., n..]
     x_amax: jax.Array  # f32[]
     kernel_amax: jax.Array  # f32[]
+    main_grad: jax.Array | None  # f32[k.., n..] what the gradient of the kernel is added to
     quantizers: GemmQuantizers
 
 
 def matmul(
-    a: QuantizedTensor, b: QuantizedTensor, bias, k_axes: int, dtype, accumulation: MMParams, residual=None
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bias,
+    k_axes: int,
+    dtype,
+    accumulation: MMParams,
+    residual=None,
+    in_place: bool = False,
 ) -> jax.Array:
-    """a[m.., k..] b[n.., k..]^T + bias[n..] + residual[m.., n..] -> [m.., n..]."""
+    """a[m.., k..] b[n.., k..]^T + bias[n..] + residual[m.., n..] -> [m.., n..], in_place: in residual's buffer."""
     return gemm(
         a.data,
         b.data,
@@ -56,35 +66,40 @@ def matmul(
         k_axes=k_axes,
         dtype=dtype,
         split_accumulator=accumulation.use_split_accumulator,
+        in_place=in_place,
     ).d
 
 
 def dense_forward(
-    static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantizers, residual=None
+    static: Dense, cast_x: Cast, kernel, bias, main_grad, quantizers: GemmQuantizers, residual=None
 ) -> tuple[jax.Array, Saved]:
     """The output, from an input quantized both ways, and what the backward needs."""
     cast_kernel = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - static.k_axes, q=True, q_t=True)
     recipe = quantizers.x.spec.recipe
     y = matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
     y, x_t = all_at_once(y, cast_x.q_t)
-    return y, save(cast_x._replace(q_t=x_t), cast_kernel, quantizers)
+    return y, save(static, cast_x._replace(q_t=x_t), cast_kernel, main_grad, quantizers)
 
 
-def save(cast_x: Cast, cast_kernel: Cast, quantizers: GemmQuantizers) -> Saved:
+def save(static: Dense, cast_x: Cast, cast_kernel: Cast, main_grad, quantizers: GemmQuantizers) -> Saved:
     """What a product's backward needs, under the names that checkpoint policies know."""
     x_t, x_amax = named(quantizers.x, (cast_x.q_t, cast_x.amax))
     kernel, kernel_amax = named(quantizers.kernel, (cast_kernel.q, cast_kernel.amax))
-    return Saved(x_t, kernel, x_amax, kernel_amax, quantizers)
+    return Saved(x_t, kernel, x_amax, kernel_amax, main_grad if static.adds else None, quantizers)
 
 
 def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None):
-    """Gradients of x (added to `dx`), kernel, bias and the quantizers' reports, from a gradient quantized both ways."""
+    """From a gradient quantized both ways those of x (added to `dx`), of (kernel, bias, main_grad), and the reports."""
     quantizers = saved.quantizers
     recipe = quantizers.grad.spec.recipe
     n_axes = saved.kernel.data.ndim - static.k_axes
     m_axes = saved.x_t.data.ndim - static.k_axes
     dx = matmul(cast_dy.q, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx)
-    dkernel = matmul(saved.x_t, cast_dy.q_t, None, m_axes, static.kernel_dtype, recipe.fp8_gemm_wgrad)
+    accumulates = static.adds is not None
+    dtype = np.dtype(np.float32) if accumulates else static.kernel_dtype
+    dkernel = matmul(
+        saved.x_t, cast_dy.q_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, saved.main_grad, in_place=bool(static.adds)
+    )
     dx, dkernel = all_at_once(dx, dkernel)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
     reports = GemmQuantizers(
@@ -92,7 +107,7 @@ def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None):
         observe(quantizers.kernel, saved.kernel_amax),
         observe(quantizers.grad, cast_dy.amax),
     )
-    return dx, dkernel, dbias, reports
+    return dx, (None, dbias, dkernel) if accumulates else (dkernel, dbias, None), reports
 
 
 def quantize_gradient(static: Dense, saved: Saved, dy: jax.Array) -> Cast:
@@ -101,13 +116,14 @@ def quantize_gradient(static: Dense, saved: Saved, dy: jax.Array) -> Cast:
     return quantize_for(saved.quantizers.grad, dy, k_axes=n_axes, q_t=True, colsum=static.bias_dtype is not None)
 
 
-def _forward(static: Dense, x, kernel, bias, quantizers: GemmQuantizers, residual):
+def _forward(static: Dense, x, kernel, bias, main_grad, quantizers: GemmQuantizers, residual):
     cast_x = quantize_for(quantizers.x, x, k_axes=static.k_axes, q_t=True)
-    return dense_forward(static, cast_x, kernel, bias, quantizers, residual)
+    return dense_forward(static, cast_x, kernel, bias, main_grad, quantizers, residual)
 
 
 def _backward(static: Dense, saved: Saved, dy):
-    return *dense_backward(static, saved, quantize_gradient(static, saved, dy)), dy if static.residual else None
+    dx, parameters, reports = dense_backward(static, saved, quantize_gradient(static, saved, dy))
+    return dx, *parameters, reports, dy if static.residual else None
 
 
 _fp8_dense = differentiable(_forward, _backward)
@@ -161,13 +177,20 @@ def check_residual(op: str, residual, shape, dtype) -> None:
 
 
 def dense(
-    x, kernel, bias=None, *, k_axes: int = 1, quantizers: GemmQuantizers | None = None, residual=None
+    x,
+    kernel: jax.Array | Accumulating,
+    bias=None,
+    *,
+    k_axes: int = 1,
+    quantizers: GemmQuantizers | None = None,
+    residual=None,
 ) -> jax.Array:
     """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] and residual[m.., n..] -> [m.., n..] in x's dtype.
 
     Args:
       x: f32, f16 or bf16.
-      kernel, bias: any float dtype; bias may be None.
+      kernel, bias: any float dtype; bias may be None. Accumulating(kernel, main_grad) stands for a kernel whose
+        gradient is added to main_grad, and comes out as the gradient of that.
       k_axes: how many axes are contracted.
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
       residual: x's dtype, or None; in FP8 it is added inside the product, before the one rounding of the result.
@@ -175,13 +198,17 @@ def dense(
     Raises:
       ValueError: the shapes do not fit.
     """
-    x, kernel, bias, residual = arrays(x, kernel, bias, residual)
+    x, bias, residual = arrays(x, bias, residual)
+    kernel, main_grad = unpacked("dense", kernel)
     check_dense("dense", x, kernel, bias, k_axes)
     if residual is not None:
         check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), x.dtype)
+    main_grad, adds = claimed(main_grad, x, kernel)
     if quantizers is not None and not quantizers.x.spec.calibrating:
-        static = Dense.of(x, kernel, bias, k_axes, residual is not None)
-        return _fp8_dense(static, x, kernel, bias, quantizers, residual)
+        static = Dense.of(x, kernel, bias, k_axes, residual is not None, adds)
+        return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual)
+    if main_grad is not None:
+        kernel = collected(adds, kernel, main_grad)
     if quantizers is not None:
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
     contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))

@@ -59,7 +59,7 @@ def _note(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes, am
     return next((why for past, why in limits if past), "")
 
 
-def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes, amax, **_) -> int:
+def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes, amax, in_place, **_) -> int:
     """Scratch of the CUDA handler: cuBLASLt's own and a bias in another dtype; where cuBLASLt can't do it all, the
     sums in f32 and FP8 operands in bf16. Each piece is aligned to 256 bytes."""
     dtype = np.dtype(dtype)
@@ -67,7 +67,7 @@ def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes,
     if not any(past for past, _ in _limits_of_cublaslt(a, b, bias, c, dtype, amax, k, n)):
         pieces = [0 if bias is None else 4 * n]
     else:
-        pieces = [0 if dtype == np.float32 else 4 * m * n]
+        pieces = [0 if dtype == np.float32 and not in_place else 4 * m * n]
         pieces += [2 * m * k, 2 * n * k] if is_fp8(a.dtype) else []
     return 256 + sum(-(-size // 256) * 256 for size in [32 << 20, *pieces])
 
@@ -77,11 +77,24 @@ def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes,
     whole=_needs_all_of_k,
     reduce={"d": "sum", "amax": "max"},
     once=("bias", "c"),
+    aliases={"c": "d"},
     workspace=_scratch,
     note=_note,
 )
 def gemm(
-    a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes=1, split_accumulator=True, amax=False
+    a,
+    b,
+    a_scale_inv,
+    b_scale_inv,
+    bias,
+    c,
+    d_scale,
+    *,
+    dtype,
+    k_axes=1,
+    split_accumulator=True,
+    amax=False,
+    in_place=False,
 ) -> Gemm:
     """d = a b^T * a_scale_inv * b_scale_inv + bias + c, summed in f32 and returned as `dtype`.
 
@@ -93,6 +106,7 @@ def gemm(
       d_scale: f32[] multiplies d before the cast to `dtype`; given exactly where that is FP8.
       split_accumulator: False lets Hopper's tensor cores keep FP8 sums in fewer than 23 bits: about 10 % faster.
       amax: asks for max |d|.
+      in_place: d takes c's buffer, where it has its dtype; XLA copies a c that is still needed.
     """
     a_k, b_k = a.shape[a.ndim - k_axes :], b.shape[b.ndim - k_axes :]
     if a_k != b_k:

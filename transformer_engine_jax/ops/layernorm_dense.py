@@ -27,6 +27,7 @@ from transformer_engine_jax.ops.layernorm import (
     rmsnorm_bwd,
     rmsnorm_fwd,
 )
+from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, cast_result, named, quantize_for
 from transformer_engine_jax.ops.state import Scales
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
@@ -89,9 +90,9 @@ class _Static(NamedTuple):
     return_input: bool
 
 
-def _forward(static: _Static, x, gamma, beta, kernel, bias, quantizers: GemmQuantizers):
+def _forward(static: _Static, x, gamma, beta, kernel, bias, main_grad, quantizers: GemmQuantizers):
     cast, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers.x)
-    y, saved = dense_forward(static.dense, cast, kernel, bias, quantizers)
+    y, saved = dense_forward(static.dense, cast, kernel, bias, main_grad, quantizers)
     return (y, x) if static.return_input else y, (norm_saved, saved)
 
 
@@ -99,9 +100,9 @@ def _backward(static: _Static, residuals: tuple[NormSaved, Saved], dy):
     norm_saved, saved = residuals
     dy, past = dy if static.return_input else (dy, None)
     cast_dy = quantize_gradient(static.dense, saved, dy)
-    dnormed, dkernel, dbias, reports = dense_backward(static.dense, saved, cast_dy)
+    dnormed, parameters, reports = dense_backward(static.dense, saved, cast_dy)
     dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dnormed, past)
-    return dx, dgamma, dbeta, dkernel, dbias, reports
+    return dx, dgamma, dbeta, *parameters, reports
 
 
 _fp8_layernorm_dense = differentiable(_forward, _backward)
@@ -111,7 +112,7 @@ def layernorm_dense(
     x,
     gamma,
     beta,
-    kernel,
+    kernel: jax.Array | Accumulating,
     bias=None,
     *,
     norm_options: Norm = Norm(),
@@ -123,7 +124,7 @@ def layernorm_dense(
     Args:
       x: f32, f16 or bf16.
       gamma, beta: [K]; beta None makes it an RMSNorm.
-      kernel, bias: any float dtype; bias may be None.
+      kernel, bias: any float dtype, as in `dense`; bias may be None.
       norm_options: epsilon and zero_centered_gamma.
       quantizers: how the normed x, kernel and the gradient of the output become FP8; None: x's precision.
       return_input: return (that, x). What is added to this x, a residual connection, has its gradient added to the
@@ -132,12 +133,13 @@ def layernorm_dense(
     Raises:
       ValueError: the shapes do not fit.
     """
-    x, gamma, beta, kernel, bias = arrays(x, gamma, beta, kernel, bias)
+    x, gamma, beta, bias = arrays(x, gamma, beta, bias)
     if quantizers is None or quantizers.x.spec.calibrating:
         y = dense(norm(norm_options, x, gamma, beta), kernel, bias, quantizers=quantizers)
         return (y, x) if return_input else y
     norm_options = check_norm("layernorm_dense", norm_options, x, gamma, beta)
+    kernel, main_grad = unpacked("layernorm_dense", kernel)
     check_dense("layernorm_dense", x, kernel, bias, 1)
-    return _fp8_layernorm_dense(
-        _Static(norm_options, Dense.of(x, kernel, bias, 1), return_input), x, gamma, beta, kernel, bias, quantizers
-    )
+    main_grad, adds = claimed(main_grad, x, kernel)
+    static = _Static(norm_options, Dense.of(x, kernel, bias, 1, adds=adds), return_input)
+    return _fp8_layernorm_dense(static, x, gamma, beta, kernel, bias, main_grad, quantizers)

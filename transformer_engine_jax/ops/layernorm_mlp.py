@@ -31,6 +31,7 @@ from transformer_engine_jax.ops.dense import (
 )
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
+from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for, quantizer_scale
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
@@ -68,17 +69,17 @@ class _Static(NamedTuple):
     names: tuple[str, str]  # of the two products, for checkpoint policies
 
 
-def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2, quantizers):
+def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2, quantizers):
     quantizers_1, quantizers_2 = quantizers
     if static.norm is None:
         cast_x, norm_saved = quantize_for(quantizers_1.x, x, q_t=True), None
     else:
         cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers_1.x)
-    z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, bias_1, quantizers_1)
+    z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, bias_1, main_grad_1, quantizers_1)
     z = checkpoint_name(z, static.names[0])
     cast_a = activation_forward(static.activation, z, quantizers_2.x)
     y, saved_2 = dense_forward(
-        static.dense_2, cast_a, kernel_2, bias_2, quantizers_2, x if static.dense_2.residual else None
+        static.dense_2, cast_a, kernel_2, bias_2, main_grad_2, quantizers_2, x if static.dense_2.residual else None
     )
     return checkpoint_name(y, static.names[1]), (norm_saved, saved_1, z, saved_2)
 
@@ -86,18 +87,18 @@ def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2
 def _backward(static: _Static, residuals, dy):
     norm_saved, saved_1, z, saved_2 = residuals
     cast_dy = quantize_gradient(static.dense_2, saved_2, dy)
-    da, dkernel_2, dbias_2, reports_2 = dense_backward(static.dense_2, saved_2, cast_dy)
+    da, parameters_2, reports_2 = dense_backward(static.dense_2, saved_2, cast_dy)
     cast_dz = activation_backward(
         static.activation, da, z, saved_1.quantizers.grad, dbias=static.dense_1.bias_dtype is not None
     )
-    dx, dkernel_1, dbias_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
+    dx, parameters_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
     dgamma = dbeta = None
     past = dy if static.dense_2.residual else None
     if static.norm is not None:
         dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
     elif past is not None:
         dx = dx + past
-    return dx, dgamma, dbeta, dkernel_1, dbias_1, dkernel_2, dbias_2, (reports_1, reports_2)
+    return dx, dgamma, dbeta, *parameters_1, *parameters_2, (reports_1, reports_2)
 
 
 _fp8_layernorm_mlp = differentiable(_forward, _backward)
@@ -107,7 +108,7 @@ def layernorm_mlp(
     x,
     gamma,
     beta,
-    kernels: tuple[jax.Array, jax.Array],
+    kernels: tuple[jax.Array | Accumulating, jax.Array | Accumulating],
     biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
     *,
     activations: Activations = ("gelu",),
@@ -122,7 +123,7 @@ def layernorm_mlp(
     Args:
       x: f32, f16 or bf16; the result [.., n..] has its dtype.
       gamma, beta: [K]; beta None makes it an RMSNorm; both None where norm_options is None (no norm).
-      kernels, biases: of the two products, any float dtype; A is len(activations).
+      kernels, biases: of the two products, any float dtype, as in `dense`; A is len(activations).
       activations, activation_params: as in `activation`.
       norm_options: epsilon and zero_centered_gamma, or None for no norm.
       quantizers: of the two products; None computes in x's precision.
@@ -132,7 +133,8 @@ def layernorm_mlp(
     Raises:
       ValueError: the shapes do not fit.
     """
-    x, gamma, beta, kernel_1, kernel_2, bias_1, bias_2 = arrays(x, gamma, beta, *kernels, *biases)
+    x, gamma, beta, bias_1, bias_2 = arrays(x, gamma, beta, *biases)
+    (kernel_1, main_grad_1), (kernel_2, main_grad_2) = [unpacked("layernorm_mlp", kernel) for kernel in kernels]
     activations = as_tuple(activations)
     fused = fused_activation(activations, activation_params)
     if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
@@ -150,12 +152,15 @@ def layernorm_mlp(
     if quantizers is None or quantizers[0].x.spec.calibrating or fused is None:
         first, second = quantizers or (None, None)
         normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
-        normed, kernel_1 = gradients_at_once(normed, kernel_1)
+        normed, kernel_1 = gradients_at_once(normed, kernels[0])
         z = checkpoint_name(dense(normed, kernel_1, bias_1, quantizers=first), names[0])
-        a, kernel_2 = gradients_at_once(activation(z, activations, activation_params), kernel_2)
+        a, kernel_2 = gradients_at_once(activation(z, activations, activation_params), kernels[1])
         return checkpoint_name(
             dense(a, kernel_2, bias_2, quantizers=second, residual=x if residual else None), names[1]
         )
-    dense_2 = Dense.of(x, kernel_2, bias_2, 1, residual)
-    static = _Static(norm_options, fused, Dense.of(x, kernel_1, bias_1, 1), dense_2, names)
-    return _fp8_layernorm_mlp(static, x, gamma, beta, kernel_1, bias_1, kernel_2, bias_2, quantizers)
+    main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
+    main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
+    dense_1, dense_2 = Dense.of(x, kernel_1, bias_1, 1, adds=adds_1), Dense.of(x, kernel_2, bias_2, 1, residual, adds_2)
+    static = _Static(norm_options, fused, dense_1, dense_2, names)
+    parameters = kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2
+    return _fp8_layernorm_mlp(static, x, gamma, beta, *parameters, quantizers)

@@ -16,6 +16,7 @@ from transformer_engine_jax.kernel import differentiable
 from transformer_engine_jax.ops.dense import Dense, Saved, arrays, check_dense, dense, dense_backward, matmul, save
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
+from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, quantize_for, quantize_stack_for
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
 
@@ -26,7 +27,9 @@ class _Static(NamedTuple):
     return_input: bool
 
 
-def _product(static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantizers) -> tuple[list[jax.Array], Saved]:
+def _product(
+    static: Dense, cast_x: Cast, kernel, bias, main_grad, quantizers: GemmQuantizers
+) -> tuple[list[jax.Array], Saved]:
     """The results of one kernel [K, N], or [K, P, N]."""
     cast = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - 1, q_t=True)
     transposed, accumulation = cast.q_t, quantizers.x.spec.recipe.fp8_gemm_fprop
@@ -39,19 +42,18 @@ def _product(static: Dense, cast_x: Cast, kernel, bias, quantizers: GemmQuantize
         results = [result(transposed.data, bias)]
     else:
         results = [result(transposed.data[i], None if bias is None else bias[i]) for i in range(kernel.shape[1])]
-    return results, save(cast_x, cast, quantizers)
+    return results, save(static, cast_x, cast, main_grad, quantizers)
 
 
-def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, ...], *kernels_and_biases):
-    kernels, biases = (kernels_and_biases[i::2] for i in (0, 1))
+def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, ...], *parameters):
     quantizer, norm_saved = quantizers[0].x, None
     if static.norm is None:
         cast_x = quantize_for(quantizer, x, q_t=True)
     else:
         cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizer)
     results, saved = [], []
-    for product, kernel, bias, of_product in zip(static.products, kernels, biases, quantizers):
-        ys, kept = _product(product, cast_x, kernel, bias, of_product)
+    for i, (product, of_product) in enumerate(zip(static.products, quantizers)):
+        ys, kept = _product(product, cast_x, *parameters[3 * i : 3 * i + 3], of_product)
         results += ys
         saved.append(kept)
     return (results, x if static.return_input else None), (norm_saved, saved)
@@ -60,7 +62,7 @@ def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, 
 def _backward(static: _Static, residuals: tuple, cotangents):
     norm_saved, saved = residuals
     (dys, past), dx = cotangents, None
-    dys, dkernels_and_dbiases, reports = iter(dys), [], []
+    dys, parameters, reports = iter(dys), [], []
     for product, kept in zip(static.products, saved):
         with_bias, stacked = product.bias_dtype is not None, kept.kernel.data.ndim == 3
         parts = [next(dys) for _ in range(kept.kernel.data.shape[1] if stacked else 1)]
@@ -68,15 +70,15 @@ def _backward(static: _Static, residuals: tuple, cotangents):
             cast_dy = quantize_stack_for(kept.quantizers.grad, parts, colsum=with_bias)
         else:
             cast_dy = quantize_for(kept.quantizers.grad, parts[0], q_t=True, colsum=with_bias)
-        dx, dkernel, dbias, report = dense_backward(product, kept, cast_dy, dx)
-        dkernels_and_dbiases += [dkernel, dbias]
+        dx, of_product, report = dense_backward(product, kept, cast_dy, dx)
+        parameters += of_product
         reports.append(report)
     dgamma = dbeta = None
     if static.norm is not None:
         dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
     elif past is not None:
         dx = dx + past
-    return dx, dgamma, dbeta, tuple(reports), *dkernels_and_dbiases
+    return dx, dgamma, dbeta, tuple(reports), *parameters
 
 
 _fp8_layernorm_projections = differentiable(_forward, _backward)
@@ -86,7 +88,7 @@ def layernorm_projections(
     x,
     gamma,
     beta,
-    kernels: Sequence[jax.Array],
+    kernels: Sequence[jax.Array | Accumulating],
     biases: Sequence[jax.Array | None],
     *,
     norm_options: Norm | None = Norm(),
@@ -98,7 +100,7 @@ def layernorm_projections(
     Args:
       x: f32, f16 or bf16; results have its dtype.
       gamma, beta: [K]; beta None makes it an RMSNorm; both None where norm_options is None (no norm).
-      kernels: [K, N], which gives one result [.., N]; or [K, P, N] with P 2 or 3, which gives P of them.
+      kernels: [K, N], which gives one result [.., N]; or [K, P, N] with P 2 or 3, which gives P of them; as in `dense`.
       biases: [N], [P, N] or None, one for each kernel.
       norm_options: epsilon and zero_centered_gamma, or None for no norm.
       quantizers: one for each kernel; the normed x is quantized by the first one's. None computes in x's precision.
@@ -108,7 +110,8 @@ def layernorm_projections(
       ValueError: the shapes do not fit.
     """
     x, gamma, beta = arrays(x, gamma, beta)
-    kernels, biases = arrays(*kernels), arrays(*biases)
+    given, biases = kernels, arrays(*biases)
+    kernels, main_grads = zip(*[unpacked("layernorm_projections", kernel) for kernel in given])
     for kernel, bias in zip(kernels, biases, strict=True):
         if kernel.ndim not in (2, 3) or (kernel.ndim == 3 and kernel.shape[1] not in (2, 3)):
             raise ValueError(
@@ -119,11 +122,15 @@ def layernorm_projections(
         norm_options = check_norm("layernorm_projections", norm_options, x, gamma, beta)
     if quantizers is None or quantizers[0].x.spec.calibrating:
         normed, results = x if norm_options is None else norm(norm_options, x, gamma, beta), []
-        for kernel, bias, of_product in zip(kernels, biases, quantizers or [None] * len(kernels), strict=True):
+        for kernel, bias, of_product in zip(given, biases, quantizers or [None] * len(kernels), strict=True):
             y = dense(normed, kernel, bias, quantizers=of_product)
-            results += [y] if kernel.ndim == 2 else [y[..., i, :] for i in range(kernel.shape[1])]
+            stacked = y.ndim > normed.ndim
+            results += [y[..., i, :] for i in range(y.shape[-2])] if stacked else [y]
         return results, x if return_input else None
-    products = tuple(Dense.of(x, kernel, bias, 1) for kernel, bias in zip(kernels, biases))
-    static = _Static(norm_options, products, return_input)
-    pairs = [array for pair in zip(kernels, biases) for array in pair]
-    return _fp8_layernorm_projections(static, x, gamma, beta, tuple(quantizers), *pairs)
+    products, parameters = [], []
+    for kernel, bias, main_grad in zip(kernels, biases, main_grads):
+        main_grad, adds = claimed(main_grad, x, kernel)
+        products.append(Dense.of(x, kernel, bias, 1, adds=adds))
+        parameters += [kernel, bias, main_grad]
+    static = _Static(norm_options, tuple(products), return_input)
+    return _fp8_layernorm_projections(static, x, gamma, beta, tuple(quantizers), *parameters)

@@ -1,0 +1,46 @@
+"""Buffers in which the gradients of kernels are added up over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, STATE_COLLECTION
+from transformer_engine_jax.flax.state import shapes_of_call
+
+
+def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict[str, Any]:
+    """Zeros, f32, for the kernels of the model's products: the collection "main_grads". Nothing is computed.
+
+    With the collection among its variables, a model's gradient with respect to a buffer is the buffer plus that of the
+    kernel, added by the product that computes it and in place; the gradient of the kernel itself is zero. What comes
+    out of a microbatch goes into the next one, and `te.update_collections(main_grads, grads)` puts the sums where an
+    optimizer looks for them. Modules may be used several times in a step; `te.Accumulating` tells of the exceptions.
+
+    Args:
+      model: any Linen module; around the modules of transformer_engine_jax in it transforms such as nn.scan must name
+        the collection, variable_axes={"params": 0, "main_grads": 0}, else the kernels inside get no buffers.
+      variables: of the model. Buffers are sharded as the kernels are, and boxed as they are.
+      args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs.
+
+    Returns:
+      The buffers, named as the kernels of variables["params"]; those of other modules, such as nn.Dense, have none.
+    """
+    rest = {name: value for name, value in variables.items() if name != MAIN_GRADS_COLLECTION}
+    mutable = [MAIN_GRADS_COLLECTION, STATE_COLLECTION, *[name for name in rest if name != "params"]]
+    needed = shapes_of_call(model, rest, args, kwargs, mutable).get(MAIN_GRADS_COLLECTION, {})
+    return _zeros(flax.core.unfreeze(needed), variables["params"])
+
+
+def _zeros(needed: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    def buffer(name: str, inside: Any):
+        if isinstance(inside, Mapping):
+            return _zeros(inside, params[name])
+        return jax.tree.map(lambda kernel: jnp.zeros_like(kernel, jnp.float32), params[name])
+
+    return {name: buffer(name, inside) for name, inside in needed.items()}

@@ -1,0 +1,102 @@
+"""Gradients of kernels added up over microbatches, by the products that compute them and in place.
+
+An op that is given Accumulating(kernel, main_grad) in place of a kernel returns main_grad + dkernel as the gradient of
+main_grad: like an FP8 state's, a buffer's gradient is its next value. That of the kernel is zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import set_current_trace, take_current_trace
+
+from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.quantized import kept_on
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Accumulating:
+    """A kernel whose gradient is added to a buffer: what `dense` and its like take in place of the kernel.
+
+    Several products of a step may use a buffer, which counts once. It counts each time where JAX adds up gradients out
+    of sight of the ops: those of several calls that are given the buffer and jitted or rematerialised each by itself,
+    of the steps of a scan with the buffer in its carry, and of the shards of a shard_map with check_vma=False (there,
+    reduce over the mesh after the last microbatch).
+    """
+
+    kernel: jax.Array  # [k.., n..] any float dtype
+    main_grad: jax.Array  # f32[k.., n..] the sum so far; its gradient is the next one
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.kernel.shape
+
+
+def unpacked(op: str, kernel) -> tuple[jax.Array, jax.Array | None]:
+    """(the kernel, its buffer or None); ValueError where the buffer does not fit."""
+    if not isinstance(kernel, Accumulating):
+        return jnp.asarray(kernel), None
+    kernel, main_grad = jnp.asarray(kernel.kernel), jnp.asarray(kernel.main_grad)
+    if main_grad.shape != kernel.shape or main_grad.dtype != jnp.float32:
+        raise ValueError(
+            f"{op}: main_grad: expected float32{list(kernel.shape)}, the kernel's shape, got "
+            f"{main_grad.dtype}{list(main_grad.shape)}; start from jnp.zeros_like(kernel, jnp.float32)"
+        )
+    return kernel, main_grad
+
+
+# --- Once, however often a buffer is used ----------------------------------------------------------------------------
+
+
+def _enter_forward(_, main_grad):
+    return main_grad, main_grad
+
+
+def _enter_backward(_, main_grad, products):
+    return (main_grad + products,)
+
+
+_enter = differentiable(_enter_forward, _enter_backward)
+
+
+def claimed(main_grad: jax.Array | None, *others: jax.Array) -> tuple[jax.Array | None, bool | None]:
+    """(what stands for a buffer in a product with these others, whether the product adds to it); None without one.
+
+    A product's gradient of the buffer is buffer + dkernel where it adds, else dkernel, and JAX adds up those of several
+    products: so one of them adds. The first does, unless it may run several times for this one buffer: where the buffer
+    comes from further out (the body of a scan, vmap), or the others vary over manual mesh axes and it does not. Then
+    `_enter`, placed where the buffer comes from, adds it to the sum of the products, in a pass of its own.
+    """
+    if main_grad is None or not isinstance(main_grad, jax.core.Tracer):
+        return main_grad, None if main_grad is None else True
+    with take_current_trace() as here:
+        pass
+    trace = main_grad._trace
+    known = {} if jax.config.jax_check_tracer_leaks else kept_on(trace, "_te_main_grads")
+    if id(main_grad) in known:
+        return known[id(main_grad)][1], False
+    varying = [jax.typeof(x).manual_axis_type.varying for x in (main_grad, *others)]
+    adds = trace is here and varying[0].issuperset(frozenset().union(*varying))
+    with set_current_trace(trace):
+        entered = main_grad if adds else _enter(None, main_grad)
+    known[id(main_grad)] = main_grad, entered  # the first too, lest its id be used again
+    return entered, adds
+
+
+# --- Products of high precision --------------------------------------------------------------------------------------
+
+
+def _collect_forward(adds: bool, kernel, main_grad):
+    return kernel, main_grad if adds else None
+
+
+def _collect_backward(adds: bool, main_grad, dkernel):
+    dkernel = dkernel.astype(jnp.float32)
+    return None, main_grad + dkernel if adds else dkernel
+
+
+# The kernel itself, its gradient going to what `claimed` returned: for products that JAX differentiates.
+collected = differentiable(_collect_forward, _collect_backward)
