@@ -1,0 +1,66 @@
+"""Attention whose forward pass is in FP8: query, key, value and softmax weights in E4M3, its backward in their own dtype.
+
+Hopper writes the output in E4M3 too, and it is kept so for the backward pass. It is a mean of values, so it has their
+scale; and weights lie in [0, 1], so theirs is a constant: neither needs an amax of earlier steps. The backward pass is
+that of the original query, key and value with the output and the statistics of the FP8 forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
+from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, observe, quantize, quantizer_scale
+from transformer_engine_jax.quantized import Quantizer
+
+# Below E4M3's largest, 448, and a power of two: multiplying by it is exact.
+WEIGHT_SCALE = 256.0
+# Of the kernel's output; bf16 and f16, which only Blackwell's kernels write, need no dequantization.
+O_DTYPE = E4M3
+
+
+def fp8_attention(
+    options: Attention,
+    query,
+    key,
+    value,
+    quantizers: Sequence[Quantizer],
+    *,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+) -> jax.Array:
+    """[B, Q, H, D] of query [B, Q, H, D], key and value [B, K, G, D], with a head size that is a multiple of 16.
+
+    quantizers: those of query, key and value, in E4M3. Lengths: i32[B] tokens of each sequence, or None.
+    """
+    static = Flash.of(options, query, key)
+    return _attention(static, query, key, value, tuple(quantizers), query_seq_lengths, key_value_seq_lengths)
+
+
+def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...], q_len, k_len):
+    tensors = query, key, value
+    scales = [quantizer_scale(quantizer, lambda x=x: amax(x)) for quantizer, x in zip(quantizers, tensors)]
+    casts = [quantize(x, s.scale, dtype=quantizer.spec.dtype) for x, s, quantizer in zip(tensors, scales, quantizers)]
+    q, k, v = (cast.q for cast in casts)
+    o, stats = attention_fp8_fwd(
+        static.by_group(q, key), *static.repeated(k, v), *[s.scale_inv for s in scales],
+        WEIGHT_SCALE, 1 / WEIGHT_SCALE, scales[2].scale, q_len, k_len,
+        dtype=O_DTYPE, **static.attributes,
+    )  # fmt: skip
+    amaxes = [cast.amax for cast in casts]
+    saved = stats, query, key, value, (o, scales[2].scale_inv), quantizers, amaxes, q_len, k_len
+    return dequantize(o, scales[2].scale_inv, dtype=query.dtype).reshape(query.shape), saved
+
+
+def _backward(static: Flash, residuals, do):
+    stats, query, key, value, (o, o_descale), quantizers, amaxes, q_len, k_len = residuals
+    o = dequantize(o, o_descale, dtype=query.dtype)
+    grads = static.gradients(stats, query, key, value, o, do, None, q_len, k_len)
+    return *grads, tuple(map(observe, quantizers, amaxes)), None, None
+
+
+_attention = differentiable(_forward, _backward)
