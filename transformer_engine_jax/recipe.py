@@ -70,8 +70,8 @@ class Recipe:
         _check(self, "fp8_dpa", isinstance(self.fp8_dpa, bool), "a bool")
         if self.fp8_dpa and self.forward_dtype != _E4M3:
             raise ValueError(
-                f"{type(self).__name__}.fp8_dpa: expected False with fp8_format={self.fp8_format}, got True: attention's "
-                "queries, keys and values are cast to E4M3; take Format.HYBRID or Format.E4M3"
+                f"{type(self).__name__}.fp8_dpa: expected False with fp8_format={self.fp8_format}, got True: queries, "
+                "keys and values of attention are cast to E4M3; take Format.HYBRID or Format.E4M3"
             )
 
     @property

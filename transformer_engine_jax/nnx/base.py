@@ -87,7 +87,7 @@ class Fp8Module(nnx.Module):
             setattr(self, f"attention_{operand}", Fp8State(state) if wanted else nnx.data(None))
 
     def attention_state(self) -> dict[str, Any]:
-        """The states of attention by their names; ValueError where the recipe in force needs them and they don't fit."""
+        """The states of attention by name; ValueError where the recipe in force needs them and they don't fit."""
         names = [f"attention_{operand}" for operand in AttentionState._fields]
         states = {name: getattr(self, name).get_value() for name in names if getattr(self, name) is not None}
         recipe = current().recipe

@@ -143,10 +143,8 @@ def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias,
     explicit = set(jax.typeof(query).sharding.mesh.explicit_axes)
     yield bool(explicit), f"FP8 attention knows no explicit mesh axes: {sorted(explicit)}"
     allowed = {"bfloat16", "float16"} if platform() == "gpu" else {"bfloat16", "float16", "float32"}
-    yield (
-        len(dtypes) > 1 or not dtypes <= allowed,
-        f"FP8 attention casts one of {sorted(allowed)}, not {sorted(dtypes)}",
-    )
+    other = len(dtypes) > 1 or not dtypes <= allowed
+    yield other, f"FP8 attention casts one of {sorted(allowed)}, not {sorted(dtypes)}"
     if platform() == "gpu":
         yield not from_hopper_on(), "FP8 attention needs Hopper or newer"
         yield missing() != "", missing()

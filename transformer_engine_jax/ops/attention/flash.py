@@ -220,9 +220,9 @@ class Flash(NamedTuple):
 
     @classmethod
     def of(cls, options: Attention, query, key, *, dropout: float = 0.0) -> Flash:
-        # Over several devices heads may be sharded, also over more of them than there are groups. Split into groups,
-        # such an axis would be sharded by parts of a mesh axis, which JAX's custom partitioning has no words for.
-        repeats = 1 if jax.device_count() == 1 else query.shape[2] // key.shape[2]
+        # Heads may be sharded, also over more devices than there are groups. Split into groups, such an axis would be
+        # sharded by parts of a mesh axis, which JAX's custom partitioning has no words for.
+        repeats = 1 if key.shape[2] % jax.device_count() == 0 else query.shape[2] // key.shape[2]
         return cls(float(options.scale), dropout, bool(options.causal), int(options.reach[0]), repeats)
 
     @property

@@ -1,4 +1,4 @@
-"""Attention whose forward pass is in FP8: query, key, value and softmax weights in E4M3, its backward in their own dtype.
+"""Attention whose forward pass is in FP8: query, key, value and weights in E4M3; its backward in their own dtype.
 
 Hopper writes the output in E4M3 too, and it is kept so for the backward pass. It is a mean of values, so it has their
 scale; and weights lie in [0, 1], so theirs is a constant: neither needs an amax of earlier steps. The backward pass is
@@ -42,12 +42,12 @@ def fp8_attention(
 
 
 def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...], q_len, k_len):
-    tensors = query, key, value
+    tensors = query, *static.repeated(key, value)  # before the cast, whose kernel is not to be sharded by parts either
     scales = [quantizer_scale(quantizer, lambda x=x: amax(x)) for quantizer, x in zip(quantizers, tensors)]
     casts = [quantize(x, s.scale, dtype=quantizer.spec.dtype) for x, s, quantizer in zip(tensors, scales, quantizers)]
     q, k, v = (cast.q for cast in casts)
     o, stats = attention_fp8_fwd(
-        static.by_group(q, key), *static.repeated(k, v), *[s.scale_inv for s in scales],
+        static.by_group(q, key), k, v, *[s.scale_inv for s in scales],
         WEIGHT_SCALE, 1 / WEIGHT_SCALE, scales[2].scale, q_len, k_len,
         dtype=O_DTYPE, **static.attributes,
     )  # fmt: skip
