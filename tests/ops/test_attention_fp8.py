@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
 from transformer_engine_jax import recipe, testing
-from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, flash, fp8, reference
-from transformer_engine_jax.ops.attention.flash import attention_bwd, attention_fp8_fwd
+from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, flash, fp8
+from transformer_engine_jax.ops.attention.flash import attention_fp8_fwd
 from transformer_engine_jax.ops.quantize import E4M3, cast
 from transformer_engine_jax.quantized import QuantizerState
 
@@ -172,16 +172,6 @@ def test_is_in_fp8_and_near_high_precision(rec):
     assert testing.relative_error(grads[2], exact[1][2]) < 0.05
 
 
-def test_o_and_statistics_of_the_forward_reach_the_backward():
-    """Without them, the backward of high precision: off by their error, and so told apart."""
-    arrays = inputs((H, 2, S, S, D))
-    grads = step(the_op(D, {}, CURRENT), *arrays)[1]
-    others = step(the_op(D, {}, None), *arrays)[1]
-    assert testing.relative_error(grads[0], others[0]) > 2 * BACKWARD["bfloat16"] / 10
-    flipped = [-g for g in grads]
-    assert testing.relative_error(flipped[0], others[0]) > 1.5
-
-
 @pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
 def test_operands_of_the_kernel_are_the_exact_casts(rec, monkeypatch):
     seen = []
@@ -204,60 +194,6 @@ def test_operands_of_the_kernel_are_the_exact_casts(rec, monkeypatch):
         np.testing.assert_array_equal(np.float32(descale), np.float32(1) / np.float32(scale))
     assert [float(x) for x in scales[3:5]] == [256, 1 / 256]
     assert q.shape == (B, S, 2, 2, D)
-
-
-# --- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-def kernel_operands(groups, repeats, q_len, k_len, size, dtype, lengths=False):
-    shapes = [(8, q_len, groups, repeats, size), *[(8, k_len, groups, size)] * 2, (8, q_len, groups, repeats, size)]
-    q, k, v, do = (jnp.asarray(x, dtype) for x in emulated.normal(6, *shapes))
-    lens = [jnp.asarray([n, n // 2, 1, n, n, n // 3, n, n], jnp.int32) if lengths else None for n in (q_len, k_len)]
-    return q, k, v, do, lens
-
-
-def compare_fp8(got, expected):
-    wide = lambda out: np.asarray(out.o, np.float32)
-    testing.assert_close(wide(got), wide(expected), SAME)
-    testing.assert_close(got.stats, expected.stats, 1e-3 if GPU else 1e-5)
-
-
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("fields", [dict(), dict(causal=True), dict(causal=True, left=7)], ids=str)
-def test_fp8_kernel_is_its_reference(size, fields):
-    q, k, v, _, _ = kernel_operands(2, 2, 32, 48, size, jnp.float32)
-    codes = [cast(64 * x, E4M3) for x in (q, k, v)]
-    scales = [*3 * [jnp.float32(1 / 64)], jnp.float32(256), jnp.float32(1 / 256), jnp.float32(64)]
-    specs = [P("data", None, "model"), *2 * [P("data", None, "model")], *6 * [P()], None, None]
-    operands = [*codes, *scales, None, None]
-    testing.check_kernel(attention_fp8_fwd, operands, dict(scale=size**-0.5, **fields), compare_fp8, specs=specs)
-
-
-@pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("float16", 64)])
-def test_backward_without_dropout_is_its_reference(dtype, size):
-    q, k, v, do, _ = kernel_operands(2, 2, 32, 48, size, dtype)
-    out = flash.attention_fwd.reference(q, k, v, None, None, None, scale=size**-0.5, dropout=0.0, causal=True)
-    operands = [out.stats, q, k, v, out.o, do, None, None, None]
-    specs = [P("data", "model"), *6 * [P("data", None, "model")], None, None]
-    compare = lambda got, expected: testing.assert_close(got, expected, BACKWARD[dtype])
-    attributes = dict(scale=size**-0.5, dropout=0.0, causal=True)
-    testing.check_kernel(attention_bwd, operands, attributes, compare, specs=specs)
-
-
-@pytest.mark.parametrize("fields", [dict(), dict(causal=True, left=5)], ids=str)
-def test_references_in_blocks_are_those_at_once(fields, monkeypatch):
-    q, k, v, do, lens = kernel_operands(2, 2, 40, 24, 16, jnp.float32, lengths=True)
-    scales = [*3 * [jnp.float32(1)], jnp.float32(256), jnp.float32(1 / 256), jnp.float32(32)]
-    attributes = dict(scale=0.25, **fields)
-    codes = [cast(x, E4M3) for x in (q, k, v)]
-    got = {}
-    for logits in (2**24, 8 * 4 * 24 * 16):
-        monkeypatch.setattr(reference, "LOGITS_PER_BLOCK", logits)
-        out = jax.jit(partial(attention_fp8_fwd.reference, **attributes))(*codes, *scales, *lens)
-        wide = out.o.astype(jnp.float32)
-        backward = partial(attention_bwd.reference, dropout=0.0, **attributes)
-        got[logits] = wide, out.stats, *jax.jit(backward)(out.stats, q, k, v, wide, do, None, *lens)
-    testing.assert_close(*got.values(), 1e-5)
 
 
 # --- States ----------------------------------------------------------------------------------------------------------
@@ -377,15 +313,15 @@ INSTEAD = {
     "one token": ((H, H, 1, 1, D), {}, {}, "more than one query or key"),
     "head size 136": ((H, H, S, S, 136), {}, {}, r"head sizes in multiples of 16 up to 128, not \[136\]"),
     "head size 24": ((H, H, S, S, 24), {}, {}, r"multiples of 16 up to 128, not \[24\]"),
-    "f64": ((H, H, S, S, D), {}, {}, "FP8 attention casts one of"),
+    "f32 on a GPU": ((H, H, S, S, D), {}, {}, "FP8 attention casts one of"),
 }
 
 
-@pytest.mark.parametrize("case", [c for c in INSTEAD if c != "f64" or GPU])
+@pytest.mark.parametrize("case", [c for c in INSTEAD if c != "f32 on a GPU" or GPU])
 @pytest.mark.filterwarnings("ignore:dot_product_attention. computed")
 def test_what_it_cannot_do_is_done_in_high_precision_and_keeps_states(case):
     sizes, fields, call, why = INSTEAD[case]
-    query, key, value, dy = inputs(sizes, jnp.float32 if case == "f64" else jnp.bfloat16)
+    query, key, value, dy = inputs(sizes, jnp.float32 if case == "f32 on a GPU" else jnp.bfloat16)
     state = te.AttentionState(*[QuantizerState(*map(jnp.float32, (s, [s] * 4, 1))) for s in (2.0, 3.0, 5.0)])
 
     def op(query, key, value, state, quantized=True):
