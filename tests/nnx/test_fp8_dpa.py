@@ -59,8 +59,11 @@ def test_is_the_linen_twin(name, rec):
     with steps.autocast(rec):
         out, (grads, *dx) = steps.step(linen.apply, variables, *args)
         out_, (grads_, *dx_) = twins.step(twins.call, model, *args)
-    testing.assert_same_bytes((out_, dx_), (out, dx))
-    testing.assert_same_bytes(twins.as_linen(grads_), dict(grads))
+    got, expected = (out_, dx_, twins.as_linen(grads_)), (out, dx, dict(grads))
+    if jax.default_backend() == "gpu":  # where cuDNN adds up gradients in any order
+        testing.assert_close(got, expected, emulated.FLIP)
+    else:
+        testing.assert_same_bytes(got, expected)
 
 
 def test_states_are_made_where_the_recipe_has_fp8_dpa_or_added():

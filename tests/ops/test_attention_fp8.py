@@ -88,6 +88,13 @@ def step(op, *arrays):
     return out, list(vjp(arrays[-1]))
 
 
+def assert_same(got, expected):
+    """The same bytes; on a GPU nearly so, where cuDNN adds up gradients in any order."""
+    return (
+        testing.assert_close(got, expected, BACKWARD["bfloat16"]) if GPU else testing.assert_same_bytes(got, expected)
+    )
+
+
 def amax(x) -> np.float32:
     return np.abs(np.asarray(x, np.float32)).max()
 
@@ -254,7 +261,7 @@ def test_calibrating_records_and_computes_in_high_precision():
             return te.dot_product_attention(query, key, value, options=options, quantizers=quantizers)
 
         out, grads = step(calibrated, query, key, value, state, dy)
-    testing.assert_same_bytes((out, grads[:3]), step(the_op(D, dict(causal=True), None), query, key, value, dy))
+    assert_same((out, grads[:3]), step(the_op(D, dict(causal=True), None), query, key, value, dy))
     jax.tree.map(np.testing.assert_array_equal, grads[3], stepped(op, query, key, value, state, dy))
 
 
@@ -331,7 +338,7 @@ def test_what_it_cannot_do_is_done_in_high_precision_and_keeps_states(case):
 
     out, grads = step(op, query, key, value, state, dy)
     testing.assert_same_bytes(grads[3], state)
-    testing.assert_same_bytes((out, grads[:3]), step(partial(op, state=None, quantized=False), query, key, value, dy))
+    assert_same((out, grads[:3]), step(partial(op, state=None, quantized=False), query, key, value, dy))
     (reason, *_) = {row.why for row in te.explain(op, query, key, value, state).rows if "attention:" in row.why}
     assert reason.startswith("attention: ") and "attention: fp8" not in reason and "; fp8_dpa: FP8 attention" in reason
     assert re.search(why, reason), reason

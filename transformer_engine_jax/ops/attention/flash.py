@@ -157,7 +157,7 @@ def attention_fp8_fwd(
       q_descale, k_descale, v_descale: f32[] what a code stands for: value = code * descale.
       weight_scale, weight_descale: f32[] what weights, exp(score - the row's largest) in [0, 1], are multiplied by
         before their cast to E4M3, and its reciprocal. They are divided by their sum afterwards.
-      o_scale: f32[] what o is multiplied by before its cast, where dtype is E4M3.
+      o_scale: f32[] what o is multiplied by before its cast; 1 where dtype is not E4M3.
       dtype: of o. Hopper knows E4M3 alone.
     """
     query, key, value = (x.astype(jnp.float32) * s for x, s in ((q, q_descale), (k, k_descale), (v, v_descale)))
