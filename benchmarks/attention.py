@@ -1,4 +1,4 @@
-"""Causal attention, forward and with its backward: ours with the backend it chooses, our reference, and jax.nn's.
+"""Causal attention, forward and with its backward: ours with the backend it chooses or in FP8, our reference, jax.nn's.
 
 How far a result is off is said of the output or gradient that is furthest off from the reference's.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import jax.numpy as jnp
 
+import transformer_engine_jax as te
 from benchmarks.compare import leaf_most_off, within
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import Repeated, Timing, interleaved, operand_sets, without_failures
@@ -18,8 +19,14 @@ from transformer_engine_jax.ops.attention import Attention, dot_product_attentio
 from transformer_engine_jax.ops.attention.backends import attention_backend
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import places
+from transformer_engine_jax.quantized import QuantizerState
+from transformer_engine_jax.recipe import DelayedScaling
 
 MOST_OFF = 2e-2  # bf16 outputs and gradients, of weights that were rounded to bf16
+# query, key, value, weights and output are rounded to E4M3: by 2^-4 at most, by 2^-4 / sqrt(3) in the mean of squares.
+MOST_OFF_FP8 = (5 / 3) ** 0.5 * 2**-4
+# As of earlier steps: of this many normal numbers none is larger than 7.
+FP8_SCALE = 448 / 7
 BOTH = 3.5  # times the forward's operations: its two products and the backward's five, the scores anew among them
 
 
@@ -29,6 +36,13 @@ def _options(query) -> Attention:
 
 def _ours(query, key, value):
     return dot_product_attention(query, key, value, options=_options(query))
+
+
+def _ours_in_fp8(query, key, value):
+    """With the casts, of fixed scales, as DelayedScaling has them."""
+    state = QuantizerState(jnp.float32(FP8_SCALE), jnp.zeros(16), jnp.float32(1))
+    quantizers = te.attention_quantizers(te.AttentionState(state, state, state), DelayedScaling(fp8_dpa=True))
+    return dot_product_attention(query, key, value, options=_options(query), quantizers=quantizers)
 
 
 def _reference(query, key, value):
@@ -44,7 +58,13 @@ def _jax_nn(implementation: str) -> Callable:
     return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
 
 
-CONTENDERS = {"te": _ours, "reference": _reference, "jax-cudnn": _jax_nn("cudnn"), "jax-xla": _jax_nn("xla")}
+CONTENDERS = {
+    "te": _ours,
+    "te-fp8": _ours_in_fp8,
+    "reference": _reference,
+    "jax-cudnn": _jax_nn("cudnn"),
+    "jax-xla": _jax_nn("xla"),
+}
 
 
 def _operands(shape: Shape) -> list[jax.Array]:
@@ -89,7 +109,8 @@ def errors(shape: Shape, passes: str, against: Iterable[str]) -> dict[str, float
     found = {}
     for name in against:
         got = jax.jit(wrap(CONTENDERS[name]))(*operands)
-        found[name] = within(MOST_OFF, leaf_most_off(got, expected), f"{name}, {passes} of {shape}")
+        most = MOST_OFF_FP8 if name == "te-fp8" else MOST_OFF
+        found[name] = within(most, leaf_most_off(got, expected), f"{name}, {passes} of {shape}")
     return found
 
 
@@ -98,13 +119,14 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
     for config in configs:
         shape = SHAPES[config]
         query, key, value, _ = (x for x in jax.eval_shape(lambda: _operands(shape)))
-        backend, _ = attention_backend(_options(query), query, key, value)
+        choice = lambda fp8: attention_backend(_options(query), query, key, value, fp8=fp8)[0]
+        backends = {"te": choice(False), "te-fp8": choice(True)}
         for passes, (_, factor) in PASSES.items():
             times, failed = measure(shape, passes, against, **timing)
             far = errors(shape, passes, times)
             for name in against:
                 row = {"config": config, "pass": passes, "contender": name}
-                row |= {"backend": backend} if name == "te" else {}
+                row |= {"backend": backends[name]} if name in backends else {}
                 if name in failed:
                     yield row | {"skipped": failed[name]}
                     continue

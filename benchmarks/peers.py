@@ -117,6 +117,7 @@ CONTENDERS: dict[str, Callable[[Shape], Contender]] = {
     "te-delayed": _ours(recipe.DelayedScaling()),
     "te-delayed-fast": _ours(recipe.DelayedScaling(fp8_gemm_wgrad=FAST)),
     "te-delayed-split": _ours(recipe.DelayedScaling(fp8_gemm_dgrad=SPLIT)),
+    "te-delayed-dpa": _ours(recipe.DelayedScaling(fp8_dpa=True)),
     "te-current": _ours(recipe.Float8CurrentScaling()),
     "nvidia-bf16": _nvidia(None),
     "nvidia-delayed": _nvidia("DelayedScaling"),

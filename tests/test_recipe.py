@@ -33,7 +33,8 @@ WRONG = [
     (DelayedScaling, "amax_compute_algo", "mean"),
     (DelayedScaling, "scaling_factor_compute_algo", 3),
     (DelayedScaling, "reduce_amax", False),
-    (DelayedScaling, "fp8_dpa", True),
+    (DelayedScaling, "fp8_dpa", 1),
+    (DelayedScaling, "fp8_mha", True),
     (DelayedScaling, "fp8_gemm_fprop", True),
     (Float8CurrentScaling, "amax_epsilon", -1.0),
     (Float8CurrentScaling, "amax_epsilon", float("inf")),
@@ -47,6 +48,20 @@ WRONG = [
 def test_a_wrong_value_names_field_and_value(make, field, value):
     with pytest.raises(ValueError, match=f"{make.__name__}.{field}: expected .*, got"):
         make(**{field: value})
+
+
+@pytest.mark.parametrize("make", [DelayedScaling, Float8CurrentScaling])
+def test_fp8_attention_is_off_by_default_and_needs_e4m3(make):
+    assert not make().fp8_dpa and make(fp8_dpa=True, fp8_format=Format.E4M3).fp8_dpa
+    with pytest.raises(
+        ValueError, match=f"{make.__name__}.fp8_dpa: expected False with fp8_format=Format.E5M2.*HYBRID"
+    ):
+        make(fp8_dpa=True, fp8_format=Format.E5M2)
+
+
+def test_fp8_mha_points_to_fp8_dpa():
+    with pytest.raises(ValueError, match="fp8_mha: expected False .*fp8_dpa=True"):
+        DelayedScaling(fp8_mha=True)
 
 
 def test_an_unknown_field_raises():

@@ -7,7 +7,7 @@ import json
 from jax import export
 
 from transformer_engine_jax.handlers import HANDLERS
-from transformer_engine_jax.quantized import GemmState, QuantizedTensor, QuantizerState
+from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizedTensor, QuantizerState
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
@@ -27,4 +27,5 @@ for _type in (QuantizedTensor, QuantizerState):
         serialize_auxdata=lambda aux: json.dumps(aux).encode(),
         deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
     )
-export.register_namedtuple_serialization(GemmState, serialized_name="transformer_engine_jax.GemmState")
+for _type in (AttentionState, GemmState):
+    export.register_namedtuple_serialization(_type, serialized_name=f"transformer_engine_jax.{_type.__name__}")

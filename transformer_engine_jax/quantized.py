@@ -100,6 +100,20 @@ class GemmState(NamedTuple):
         return cls(*[QuantizerState.create(recipe) if recipe.stateful else None for _ in cls._fields])
 
 
+class AttentionState(NamedTuple):
+    """What is remembered of attention's operands under a recipe with fp8_dpa; None for one without a history."""
+
+    query: QuantizerState | None
+    key: QuantizerState | None
+    value: QuantizerState | None
+
+    @classmethod
+    def create(cls, recipe: Recipe | None = None) -> AttentionState:
+        """The state before the first step; recipe None means DelayedScaling(fp8_dpa=True)."""
+        recipe = recipe or DelayedScaling(fp8_dpa=True)
+        return cls(*[QuantizerState.create(recipe) if recipe.stateful else None for _ in cls._fields])
+
+
 def _arithmetic(recipe: DelayedScaling, dtypes: Sequence[np.dtype]) -> dict[str, Any]:
     """The recipe as attributes of the kernels of states for tensors of these formats."""
     return {f"fp8_max_{i}": float(jnp.finfo(dtype).max) for i, dtype in enumerate(dtypes)} | {
@@ -184,6 +198,22 @@ class GemmQuantizers(NamedTuple):
     grad: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionQuantizers:
+    """How query, key and value become FP8 in this step, where attention can be computed so; what attention takes.
+
+    Only there are the states attached: elsewhere attention keeps them as they are.
+    """
+
+    state: AttentionState
+    spec: QuantizerSpec = dataclasses.field(metadata={"static": True})
+
+    def attached(self) -> list[Quantizer]:
+        """The Quantizers of query, key and value."""
+        return attach(self.state, 3 * (self.spec,))
+
+
 def _attach_forward(specs: tuple[QuantizerSpec, ...], *states: QuantizerState):
     mended = mend(states, specs[0].recipe, [spec.dtype for spec in specs])
     views = []
@@ -253,10 +283,16 @@ def attach(states: Sequence[QuantizerState | None], specs: Sequence[QuantizerSpe
     recipe = specs[0].recipe
     if not recipe.stateful:
         return [Quantizer(None, None, None, spec) for spec in specs]
+    _check_states(states, recipe)
+    return _attach_once(tuple(specs), tuple(states))
+
+
+def _check_states(states: Sequence[QuantizerState | None], recipe: Recipe) -> None:
     for state in states:
         if state is None:
             raise ValueError(
-                f"attach: {type(recipe).__name__} needs a QuantizerState, got None; GemmState.create() makes them"
+                f"attach: {type(recipe).__name__} needs a QuantizerState, got None; GemmState.create() and "
+                "AttentionState.create() make them"
             )
         stacked = jnp.shape(state.packed)[:-1]
         if state.history_len != recipe.amax_history_len or stacked:
@@ -265,7 +301,6 @@ def attach(states: Sequence[QuantizerState | None], specs: Sequence[QuantizerSpe
                 f"recipe's amax_history_len), got {stacked} and {(*stacked, state.history_len)}; "
                 "initialise the state under the recipe that it is used with"
             )
-    return _attach_once(tuple(specs), tuple(states))
 
 
 def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
@@ -297,6 +332,32 @@ def gemm_quantizers(
         forward = quantizer_spec(checkpoint_name=checkpoint_name)
         backward = quantizer_spec(backward=True, checkpoint_name=checkpoint_name)
         return GemmQuantizers(*attach(state, (forward, forward, backward)))
+
+
+def attention_quantizers(
+    state: AttentionState | None = None, recipe: Recipe | None = None
+) -> AttentionQuantizers | None:
+    """This step's quantizers of attention, what `dot_product_attention` takes; the gradient of `state` is the next one.
+
+    Args:
+      state: of AttentionState.create(recipe), or the "gradient" that the step before returned for it; a recipe that
+        keeps no history ignores it.
+      recipe: None means that of the autocast in force.
+
+    Returns:
+      The quantizers, or None where neither names a recipe with fp8_dpa: attention then computes in high precision.
+
+    Raises:
+      ValueError: the recipe needs a state and there is none, or its history has another length.
+    """
+    with under(recipe):
+        recipe = current().recipe
+        if recipe is None or not recipe.fp8_dpa:
+            return None
+        state = AttentionState(None, None, None) if state is None or not recipe.stateful else state
+        if recipe.stateful:
+            _check_states(state, recipe)
+        return AttentionQuantizers(state, quantizer_spec())
 
 
 def _keep_forward(_, y, states):

@@ -58,6 +58,7 @@ class Recipe:
 
     stateful: ClassVar[bool]
     fp8_format: Format
+    fp8_dpa: bool
     fp8_gemm_fprop: MMParams
     fp8_gemm_dgrad: MMParams
     fp8_gemm_wgrad: MMParams
@@ -66,6 +67,12 @@ class Recipe:
         _check(self, "fp8_format", isinstance(self.fp8_format, Format), "a recipe.Format")
         for field in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             _check(self, field, isinstance(getattr(self, field), MMParams), "an MMParams")
+        _check(self, "fp8_dpa", isinstance(self.fp8_dpa, bool), "a bool")
+        if self.fp8_dpa and self.forward_dtype != _E4M3:
+            raise ValueError(
+                f"{type(self).__name__}.fp8_dpa: expected False with fp8_format={self.fp8_format}, got True: queries, "
+                "keys and values of attention are cast to E4M3; take Format.HYBRID or Format.E4M3"
+            )
 
     @property
     def forward_dtype(self) -> np.dtype:
@@ -87,7 +94,8 @@ class DelayedScaling(Recipe):
       amax_compute_algo: "max" over the history, "most_recent", or a function f32[H] -> f32[] (newest first).
       scaling_factor_compute_algo: None, or a function (amax f32[], scale f32[], fp8_max, recipe) -> f32[].
       reduce_amax: one amax for all shards of a tensor; False is not possible under pjit, where a tensor is one.
-      fp8_dpa, fp8_mha: FP8 attention; not available yet, True raises.
+      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
+      fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -121,8 +129,7 @@ class DelayedScaling(Recipe):
         factor = self.scaling_factor_compute_algo
         _check(self, "scaling_factor_compute_algo", factor is None or callable(factor), "None or a function")
         _check(self, "reduce_amax", self.reduce_amax is True, "True (a sharded tensor has one amax)")
-        _check(self, "fp8_dpa", self.fp8_dpa is False, "False (FP8 attention is not available yet)")
-        _check(self, "fp8_mha", self.fp8_mha is False, "False (FP8 attention is not available yet)")
+        _check(self, "fp8_mha", self.fp8_mha is False, "False (attention alone in FP8 is fp8_dpa=True)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +140,7 @@ class Float8CurrentScaling(Recipe):
       fp8_format: formats of the forward and the backward pass.
       use_power_2_scales: round scales down to powers of two.
       amax_epsilon: amaxes below it count as it.
-      fp8_dpa: FP8 attention; not available yet, True raises.
+      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -152,7 +159,6 @@ class Float8CurrentScaling(Recipe):
         _check(self, "use_power_2_scales", isinstance(self.use_power_2_scales, bool), "a bool")
         number = isinstance(self.amax_epsilon, int | float) and not isinstance(self.amax_epsilon, bool)
         _check(self, "amax_epsilon", number and 0 <= self.amax_epsilon < np.inf, "a finite number >= 0")
-        _check(self, "fp8_dpa", self.fp8_dpa is False, "False (FP8 attention is not available yet)")
 
 
 # --- From amax to scale --------------------------------------------------------------------------------------------

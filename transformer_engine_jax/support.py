@@ -9,7 +9,7 @@ import jax
 
 from transformer_engine_jax.distribution import name_conflict
 from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
-from transformer_engine_jax.ops.attention.cudnn_dropout import missing
+from transformer_engine_jax.ops.attention.flash import missing
 
 
 def gpu_compute_capability() -> float | None:
@@ -73,6 +73,7 @@ def report() -> str:
         rows.append(("CUDA module", f"not built ({cuda_import_error()})"))
     without = missing()
     rows.append(("attention dropout", f"plain JAX: {without}" if without else "by cuDNN"))
+    rows.append(("attention in FP8", f"not on GPUs: {without}" if without else "by cuDNN, from Hopper on"))
     rows += [(p, _version(p)) for p in ("nvidia-cublas", "nvidia-cudnn-cu13") if _version(p) != "not installed"]
     for name, targets in HANDLERS.items():
         rows.append((f"{name} targets", ", ".join(sorted(targets))))

@@ -81,10 +81,11 @@ def test_gemm_has_all_products_and_their_best(tmp_path, monkeypatch):
 
 
 def test_attention_names_the_backend_and_skips_what_is_not_there(tmp_path):
-    rows = rows_of(tmp_path, "attention", "--config", "tiny-llama", "--against", "te,jax-cudnn,jax-xla", *QUICK)
+    rows = rows_of(tmp_path, "attention", "--config", "tiny-llama", "--against", "te,te-fp8,jax-cudnn,jax-xla", *QUICK)
     by = {(r["pass"], r["contender"]): r for r in rows}
     assert by["forward", "te"]["backend"] in ("cudnn", "reference") and "ms" in by["forward+backward", "jax-xla"]
-    assert all(row["off"] < 2e-2 for row in rows if "skipped" not in row)
+    assert by["forward", "te-fp8"]["backend"] == "fp8" and 1e-2 < by["forward", "te-fp8"]["off"] < 8.1e-2
+    assert all(row["off"] < 2e-2 for row in rows if "skipped" not in row and row["contender"] != "te-fp8")
     if by["forward", "te"]["backend"] == "reference":
         assert "skipped" in by["forward", "jax-cudnn"]
 
@@ -171,7 +172,7 @@ def test_sharded_is_the_layer(tmp_path, monkeypatch):
 
 
 def test_names_of_contenders():
-    ours = ["te-bf16", "te-delayed", "te-delayed-fast", "te-current"]
+    ours = ["te-bf16", "te-delayed", "te-delayed-fast", "te-delayed-dpa", "te-current"]
     assert command.chosen(["te", "flax"], peers.CONTENDERS) == [*ours, "flax"]
     assert command.chosen(["bf16,fp8"], gemm.CONTENDERS) == ["bf16", "fp8-fast", "fp8-split", "fp8-xla"]
     with pytest.raises(SystemExit, match="expected some of flax, flax-fp8, .* got 'torch'"):

@@ -23,6 +23,7 @@ from transformer_engine_jax.ops.attention import (
     backends,
     cudnn_dropout,
     dot_product_attention,
+    flash,
 )
 
 B, S, H, D = 2, 64, 4, 64
@@ -58,8 +59,8 @@ def handlers(monkeypatch):
     if jax.default_backend() != "gpu":
         monkeypatch.setattr(backends, "platform", lambda: "gpu")
         monkeypatch.setattr(backends, "missing", lambda: "")
-    elif cudnn_dropout.missing():
-        pytest.skip(cudnn_dropout.missing())
+    elif flash.missing():
+        pytest.skip(flash.missing())
 
 
 def inputs(sizes, dtype=jnp.bfloat16, batch=B):
@@ -284,7 +285,7 @@ def test_the_choice_names_its_reason(sizes, fields, call, why, monkeypatch):
 
 def test_a_build_without_cudnn_says_what_to_install(monkeypatch):
     monkeypatch.setitem(HANDLERS, "CUDA", {"te_gemm": {}})
-    monkeypatch.setattr(backends, "missing", cudnn_dropout.missing)
+    monkeypatch.setattr(backends, "missing", flash.missing)
     options = Attention(1.0, dropout=RATE)
     backend, why = attention_backend(options, *inputs((H, H, S, S, D))[:3], dropout_key=jax.random.key(0))
     assert backend == "reference" and "pip install --no-deps nvidia-cudnn-cu13 nvidia-cudnn-frontend" in why
@@ -306,7 +307,7 @@ MALFORMED = {
     "shape": (dict(v=jnp.zeros((B, 9, 1, D), jnp.bfloat16)), {}, r"v: expected \[2,64,1,64\], got bf16\[2,9,1,64\]"),
     "seed": (dict(seed=jnp.zeros(4)), {}, r"te_attention_fwd: seed: expected u32\[4\], got f32\[4\]"),
     "lengths": (dict(q_len=jnp.ones(B, jnp.int32)), {}, r"te_attention_fwd: k_len: expected given where q_len is"),
-    "rate": ({}, dict(dropout=np.float32(1.0)), r"te_attention_fwd: dropout: expected a rate in \(0, 1\), got 1"),
+    "rate": ({}, dict(dropout=np.float32(1.0)), r"te_attention_fwd: dropout: expected a rate in \[0, 1\), got 1"),
     "window": ({}, dict(left=np.int64(3)), r"te_attention_fwd: left: expected a window only where causal"),
 }
 

@@ -17,7 +17,15 @@ from transformer_engine_jax.ops.layernorm import check_epsilon
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.ops.rope import GROUPS
-from transformer_engine_jax.quantized import GemmQuantizers, GemmState, QuantizerState, gemm_quantizers
+from transformer_engine_jax.quantized import (
+    AttentionQuantizers,
+    AttentionState,
+    GemmQuantizers,
+    GemmState,
+    QuantizerState,
+    attention_quantizers,
+    gemm_quantizers,
+)
 from transformer_engine_jax.recipe import Recipe
 
 # The name that Flax's TrainState and others already treat as "replace this with its gradient".
@@ -35,7 +43,7 @@ flax.serialization.register_serialization_state(
 
 
 class Fp8Module(nn.Module):
-    """A module with GEMMs: keeps one QuantizerState for each operand of each of them."""
+    """A module with GEMMs, or attention: keeps one QuantizerState for each operand of each of them."""
 
     @nn.nowrap
     def gemm_quantizers(self, gemm: str, checkpoint_name: str | None = None) -> tuple[GemmQuantizers | None, Any]:
@@ -44,12 +52,27 @@ class Fp8Module(nn.Module):
         What is quantized bears the checkpoint_name, for checkpoint policies.
         """
         recipe = current().recipe
-        names = [f"{gemm}_{operand}" for operand in GemmState._fields]
-        if recipe is not None and recipe.stateful:
-            state = GemmState(*[self.fp8_state(name, recipe) for name in names])
-            return gemm_quantizers(state, checkpoint_name=checkpoint_name), []
-        unused = [self.get_variable(STATE_COLLECTION, n) for n in names if self.has_variable(STATE_COLLECTION, n)]
-        return gemm_quantizers(checkpoint_name=checkpoint_name), unused
+        state, unused = self._states(gemm, GemmState, recipe is not None and recipe.stateful)
+        return gemm_quantizers(state, checkpoint_name=checkpoint_name), unused
+
+    @nn.nowrap
+    def attention_quantizers(self) -> tuple[AttentionQuantizers | None, Any]:
+        """This step's quantizers of attention, None where no recipe with fp8_dpa is on, and the states that go unused.
+
+        The states are `attention_query`, `attention_key` and `attention_value`.
+        """
+        recipe = current().recipe
+        needed = recipe is not None and recipe.stateful and recipe.fp8_dpa
+        state, unused = self._states("attention", AttentionState, needed)
+        return attention_quantizers(state), unused
+
+    @nn.nowrap
+    def _states(self, prefix: str, kind: type, needed: bool) -> tuple[Any, Any]:
+        """(the states of one GEMM or attention, None where they are not needed; those that are there all the same)."""
+        names = [f"{prefix}_{operand}" for operand in kind._fields]
+        if needed:
+            return kind(*[self.fp8_state(name, current().recipe) for name in names]), []
+        return None, [self.get_variable(STATE_COLLECTION, n) for n in names if self.has_variable(STATE_COLLECTION, n)]
 
     @nn.nowrap
     def fp8_state(self, name: str, recipe: Recipe) -> QuantizerState:

@@ -17,7 +17,7 @@ from transformer_engine_jax.initializers import default_kernel_init, flat_kernel
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
-from transformer_engine_jax.quantized import GemmQuantizers, GemmState, gemm_quantizers
+from transformer_engine_jax.quantized import AttentionState, GemmQuantizers, GemmState, gemm_quantizers
 from transformer_engine_jax.sharding import constrain
 
 SUFFIX = "_main_grad"  # of the attribute beside a kernel, see te_nnx.main_grads
@@ -87,6 +87,28 @@ class Fp8Module(nnx.Module):
         """The states of one GEMM: always there, so that autocast may be switched on later."""
         for operand, state in GemmState.create(recipe_of_state())._asdict().items():
             setattr(self, f"{gemm}_{operand}", Fp8State(state))
+
+    def make_attention_state(self) -> None:
+        """The states of attention, where the recipe in force has fp8_dpa; else none, and the model can't have it."""
+        wanted = current().recipe is not None and current().recipe.fp8_dpa
+        for operand, state in AttentionState.create(recipe_of_state())._asdict().items():
+            setattr(self, f"attention_{operand}", Fp8State(state) if wanted else nnx.data(None))
+
+    def attention_state(self) -> dict[str, Any]:
+        """The states of attention by name; ValueError where the recipe in force needs them and they don't fit."""
+        names = [f"attention_{operand}" for operand in AttentionState._fields]
+        states = {name: getattr(self, name).get_value() for name in names if getattr(self, name) is not None}
+        recipe = current().recipe
+        if recipe is None or not (recipe.stateful and recipe.fp8_dpa):
+            return states
+        got = [[*state.packed.shape[:-1], state.history_len] for state in states.values()]
+        if got != 3 * [[recipe.amax_history_len]]:
+            raise ValueError(
+                f"{type(self).__name__}: expected FP8 states {', '.join(names)} with amax_history "
+                f"f32[{recipe.amax_history_len}], the recipe's amax_history_len, got {got or 'none'}; make the model "
+                "under the autocast it is used with, or call te_nnx.init_fp8_state(model, recipe)"
+            )
+        return states
 
     def gemm_quantizers(self, gemm: str, checkpoint_name: str | None = None) -> tuple[GemmQuantizers | None, Any]:
         """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_engine_jax import flax as linen
+from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
 
 
@@ -19,7 +20,7 @@ class DotProductAttention(Fp8Module):
     """Attention of queries over keys and values, by head; heads / groups > 1 is GQA.
 
     Fields, arguments and the param `softmax_offset` of softmax_type="learnable" are those of the Linen module; rngs is
-    needed for attention_dropout only.
+    needed for attention_dropout only. Its FP8 states are there where it is made under a recipe with fp8_dpa.
     """
 
     head_dim: int
@@ -52,6 +53,7 @@ class DotProductAttention(Fp8Module):
         if self.softmax_type == "learnable":  # starts at zero, so any stream does
             shape, zeros = (self.num_attention_heads,), nn.initializers.zeros
             self.make_param("softmax_offset", zeros, ("heads",), shape, jnp.float32, rngs or nnx.Rngs(0))
+        self.make_attention_state()
 
     def __call__(
         self,
@@ -73,14 +75,14 @@ class DotProductAttention(Fp8Module):
         model.train() and model.eval() said. cache_index: i32[] where keys and values are those of a KV cache, the place
         in it of the first query. attn_mask_type: in place of the field of that name.
         """
-        # Without state, the Linen module is a pure function, and says what the options mean.
+        # Given its state, the Linen module is a pure function, and says what the options mean.
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["attn_mask_type"] = attn_mask_type or self.attn_mask_type
         attend = linen.DotProductAttention(**fields, parent=None)
         keys = {self.dropout_rng_name: self.dropout.rngs()} if dropping(self.dropout, deterministic) else {}
         params = {} if self.softmax_offset is None else {"softmax_offset": array(self.softmax_offset)}
         return attend.apply(
-            {"params": params},
+            {"params": params, STATE_COLLECTION: self.attention_state()},
             query,
             key,
             value,

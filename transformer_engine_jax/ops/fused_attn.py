@@ -10,6 +10,7 @@ import numpy as np
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
 from transformer_engine_jax.ops.attention.options import as_window
+from transformer_engine_jax.quantized import AttentionQuantizers
 
 
 def fused_attn(
@@ -26,6 +27,7 @@ def fused_attn(
     dropout_probability: float = 0.0,
     seed=None,
     window_size: tuple[int, int] | None = None,
+    quantizers: AttentionQuantizers | None = None,
 ) -> jax.Array:
     """softmax(query key^T * scaling_factor + bias) value, by head.
 
@@ -41,6 +43,7 @@ def fused_attn(
       softmax_type: "vanilla", "off_by_one" or "learnable", which takes softmax_offset f32[H].
       dropout_probability: of a weight; seed: a key of jax.random, None drops nothing.
       window_size: (left, right) keys seen beside its own position, -1 for all.
+      quantizers: of attention_quantizers, for a forward pass in FP8; see dot_product_attention.
 
     Returns:
       [B, S, H, D of value] in query's dtype; zeros for a query that sees no key.
@@ -79,6 +82,7 @@ def fused_attn(
         bias=bias,
         softmax_offset=softmax_offset,
         dropout_key=seed,
+        quantizers=quantizers,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import warnings
 
 import jax
 
-from transformer_engine_jax.ops.attention.cudnn_dropout import MOST_HEAD_SIZE, missing
+from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
 
@@ -27,16 +27,24 @@ def attention_backend(
     bias=None,
     dropout_key=None,
     context_parallel=None,
+    fp8: bool = False,
 ) -> tuple[str, str]:
-    """("cudnn" or "reference", why): a function of platform, shapes, dtypes and options alone.
+    """("fp8", "cudnn" or "reference", why): a function of platform, shapes, dtypes and options alone.
 
-    Arguments are dot_product_attention's; only the shapes and dtypes of arrays are looked at.
+    Arguments are dot_product_attention's; only the shapes and dtypes of arrays are looked at. fp8: whether FP8 is asked
+    for; where it can't be had, the reason says so too.
     """
-    arrays = query, key, value, sequence_descriptor, mask, bias, dropout_key
-    for cannot, why in _limits_of_cudnn(options, *arrays, context_parallel):
+    given = options, query, key, value, sequence_descriptor, mask, bias, dropout_key, context_parallel
+    instead = ""
+    if fp8:
+        cannot = next((why for cannot, why in _limits_of_fp8(*given) if cannot), None)
+        if cannot is None:
+            return "fp8", "the recipe's fp8_dpa, which has all that is asked for"
+        instead = f"; fp8_dpa: {cannot}"
+    for cannot, why in _limits_of_cudnn(*given):
         if cannot:
-            return "reference", why
-    return "cudnn", "cuDNN's flash attention has all that is asked for"
+            return "reference", why + instead
+    return "cudnn", f"cuDNN's flash attention has all that is asked for{instead}"
 
 
 def platform() -> str:
@@ -50,24 +58,29 @@ def platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
-def most_head_size() -> int:
-    """Of cuDNN's attention on the GPUs here: 256 from Hopper on, and where there are none to ask."""
+def from_hopper_on() -> bool:
+    """Whether the GPUs here are Hopper's or newer; True where there are none to ask."""
     try:
         gpus = jax.local_devices(backend="gpu")
     except RuntimeError:
         gpus = []
-    return 256 if all(float(gpu.compute_capability) >= 9 for gpu in gpus) else 128
+    return all(float(gpu.compute_capability) >= 9 for gpu in gpus)
+
+
+def most_head_size() -> int:
+    """Of cuDNN's attention on the GPUs here."""
+    return 256 if from_hopper_on() else 128
 
 
 @functools.lru_cache(maxsize=1024)
-def _warn(why: str) -> None:
-    warnings.warn(f"dot_product_attention: computed in plain JAX, not by cuDNN: {why}", stacklevel=4)
+def _warn(what: str, why: str) -> None:
+    warnings.warn(f"dot_product_attention: computed {what}: {why}", stacklevel=4)
 
 
-def warn_of_fallback(why: str) -> None:
+def warn_of_fallback(why: str, what: str = "in plain JAX, not by cuDNN") -> None:
     """Warns once for each reason, on a GPU only: elsewhere nothing better is to be had."""
     if platform() == "gpu":
-        _warn(why)
+        _warn(what, why)
 
 
 def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):
@@ -111,6 +124,30 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         yield bias is not None, "cuDNN has no bias for packed sequences"
         statistics = 4 * batch * sequences.seqlens[0].shape[1] * heads * q_len
         yield statistics > MOST_BYTES, f"cuDNN's statistics of packed sequences take {statistics / 2**30:.1f} GiB"
+
+
+def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):
+    """Likewise of attention in FP8: the same everywhere, but for what GPUs need."""
+    q_len, k_len, sizes = query.shape[1], key.shape[1], {query.shape[-1], value.shape[-1]}
+    dtypes = {str(x.dtype) for x in (query, key, value)}
+    form = visibility_form(options, q_len, k_len, sequences, mask)
+    yield context_parallel is not None, "FP8 attention needs whole sequences on a device"
+    yield dropout_key is not None, "FP8 attention has no dropout"
+    yield bias is not None, "FP8 attention has no bias"
+    yield options.softmax_type != "vanilla", f"FP8 attention has no {options.softmax_type} softmax"
+    yield options.score_mod is not None, "FP8 attention has no score_mod"
+    yield form not in ("plain", "lengths"), f"FP8 attention is told no {form}: lengths, causality and its window alone"
+    yield 0 in (q_len, k_len) or q_len == k_len == 1, "FP8 attention needs more than one query or key"
+    wrong = any(size % 16 or not 0 < size <= MOST_HEAD_SIZE for size in sizes)
+    yield wrong, f"FP8 attention needs head sizes in multiples of 16 up to {MOST_HEAD_SIZE}, not {sorted(sizes)}"
+    explicit = set(jax.typeof(query).sharding.mesh.explicit_axes)
+    yield bool(explicit), f"FP8 attention knows no explicit mesh axes: {sorted(explicit)}"
+    allowed = {"bfloat16", "float16"} if platform() == "gpu" else {"bfloat16", "float16", "float32"}
+    other = len(dtypes) > 1 or not dtypes <= allowed
+    yield other, f"FP8 attention casts one of {sorted(allowed)}, not {sorted(dtypes)}"
+    if platform() == "gpu":
+        yield not from_hopper_on(), "FP8 attention needs Hopper or newer"
+        yield missing() != "", missing()
 
 
 def visibility_form(options: Attention, q_len: int, k_len: int, sequences: SequenceDescriptor | None, mask) -> str:

@@ -1,4 +1,4 @@
-"""cuDNN's flash attention for what `attention_backend` says it can: JAX's own bindings, and ours for dropout."""
+"""cuDNN's flash attention for what `attention_backend` says it can: JAX's own bindings; ours for dropout and FP8."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformer_engine_jax.kernel import differentiable, kernel
 from transformer_engine_jax.ops.attention.backends import visibility_form
 from transformer_engine_jax.ops.attention.cudnn_dropout import attention_with_dropout
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
+from transformer_engine_jax.ops.attention.fp8 import fp8_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, starts_and_lengths, visible
 
@@ -16,8 +17,12 @@ from transformer_engine_jax.ops.attention.sequences import Places, starts_and_le
 def cudnn_attention(
     options: Attention, query, key, value, *,
     sequence_descriptor, queries: Places, keys: Places, mask, bias, softmax_offset=None, dropout_key=None,
+    quantizers=None,
 ) -> jax.Array:  # fmt: skip
-    """[B, Q, H, Dv] by cuDNN; arguments as in `attention_reference`, with the descriptor that places come from."""
+    """[B, Q, H, Dv] by cuDNN; arguments as in `attention_reference`, with the descriptor that places come from.
+
+    quantizers: those of query, key and value, for what `attention_backend` computes in FP8; that runs anywhere.
+    """
     if options.softmax_type != "vanilla":
         offset = jnp.zeros(query.shape[2]) if softmax_offset is None else softmax_offset
         parts = Parts(options.scale, Mask(options.causal, options.reach[0]))
@@ -29,16 +34,19 @@ def cudnn_attention(
     if bias is not None:
         bias = _placed(None, query, _bias(options, bias, query, key))
     if form == "plain":
-        out = _call(options, query, key, value, bias, dropout_key)
+        out = _call(options, query, key, value, bias, dropout_key, quantizers)
     elif form == "mask":
         out = _masked(options, query, key, value, bias, queries, keys, mask)
     else:
         packed = form == "packed"
-        out = _by_lengths(options, query, key, value, bias, dropout_key, sequence_descriptor, packed=packed)
+        arrays = query, key, value, bias, dropout_key, quantizers
+        out = _by_lengths(options, *arrays, sequence_descriptor, packed=packed)
     return out[..., :v_size]
 
 
-def _call(options: Attention, query, key, value, bias, dropout_key, **lengths) -> jax.Array:
+def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, **lengths) -> jax.Array:
+    if quantizers is not None:
+        return fp8_attention(options, query, key, value, quantizers, **lengths)
     if dropout_key is not None:
         return attention_with_dropout(options, query, key, value, dropout_key, **lengths)
     left, _ = options.reach
@@ -61,7 +69,9 @@ def _masked(options: Attention, query, key, value, bias, queries: Places, keys: 
     return jnp.where(some, out, jnp.zeros((), out.dtype))
 
 
-def _by_lengths(options: Attention, query, key, value, bias, dropout_key, sequences, *, packed: bool) -> jax.Array:
+def _by_lengths(
+    options: Attention, query, key, value, bias, dropout_key, quantizers, sequences, *, packed: bool
+) -> jax.Array:
     offsets = sequences.seq_offsets or (None, None)
     (q_starts, q_lens), (k_starts, k_lens) = map(starts_and_lengths, sequences.seqlens, offsets)
     q_lens, k_lens = _attending(q_lens, k_lens, options.reach[0])
@@ -78,7 +88,7 @@ def _by_lengths(options: Attention, query, key, value, bias, dropout_key, sequen
         # At least one token of each: statistics of no token are not finite. What is too much is hidden below.
         q_len, k_len = (jnp.maximum(x[:, 0], 1) for x in (q_lens, k_lens))
         lengths = dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len)
-        out = _call(options, query, key, value, bias, dropout_key, **lengths)
+        out = _call(options, query, key, value, bias, dropout_key, quantizers, **lengths)
     return _only(computed, out)
 
 

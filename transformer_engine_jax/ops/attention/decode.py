@@ -46,8 +46,9 @@ class KVCache(NamedTuple):
 
 
 def decode_attention(
-    query, key, value, *, index, options: Attention, mask=None, bias=None, softmax_offset=None, dropout_key=None
-) -> jax.Array:
+    query, key, value, *,
+    index, options: Attention, mask=None, bias=None, softmax_offset=None, dropout_key=None, quantizers=None,
+) -> jax.Array:  # fmt: skip
     """dot_product_attention of the tokens index, .., index + Q - 1 over a cache that holds them and those before.
 
     Args:
@@ -55,7 +56,7 @@ def decode_attention(
       key, value: [B, S, G, D] of the cache. Its tokens from index + Q on are not there yet, and hidden.
       index: i32[] where in the cache the first query stands. Causality, window and score_mod compare places there.
       mask, bias: as of dot_product_attention, [.., Q or 1, S]; or of all tokens, [.., S, S], whose rows are taken.
-      options, softmax_offset, dropout_key: as of dot_product_attention.
+      options, softmax_offset, dropout_key, quantizers: as of dot_product_attention; with its mask, never in FP8.
 
     Returns:
       [B, Q, H, Dv] in query's dtype; NaN for queries past the end of the cache.
@@ -74,7 +75,7 @@ def decode_attention(
             causal=False, window=None, bottom_right=False,
             score_mod=score_mod and (lambda scores, q, k: score_mod(scores, q + index, k)),
         ),
-        mask=~seen, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key,
+        mask=~seen, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key, quantizers=quantizers,
     )  # fmt: skip
     return jnp.where((rows < k_len)[None, :, None, None], context, jnp.nan)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +19,8 @@ from transformer_engine_jax.ops.attention.cudnn import cudnn_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places
+from transformer_engine_jax.ops.quantize import watch
+from transformer_engine_jax.quantized import AttentionQuantizers, keep
 
 
 def dot_product_attention(
@@ -31,6 +35,7 @@ def dot_product_attention(
     softmax_offset=None,
     dropout_key=None,
     context_parallel: ContextParallel | None = None,
+    quantizers: AttentionQuantizers | None = None,
 ) -> jax.Array:
     """softmax(query key^T * scale + bias) value, by head.
 
@@ -47,6 +52,8 @@ def dot_product_attention(
       dropout_key: of jax.random; None is no dropout.
       context_parallel: the mesh axis that shards the sequences of query, key and value, and how; a mesh must be in
         force. In the balanced order, positions of a descriptor, and mask and bias, are those of the stored tokens.
+      quantizers: of attention_quantizers; query, key, value and the weights are then E4M3 in the forward pass, and in
+        their own dtype in the backward. Where that cannot be (see attention_backend), all is, and states are kept.
 
     Returns:
       [B, Q, H, Dv] in query's dtype; zeros for a query that sees no key.
@@ -73,27 +80,33 @@ def dot_product_attention(
     key, value = (_without_padding(x, keys.segment) for x in (key, value))
     dropout_key = dropout_key if options.dropout > 0 else None
     others = dict(mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key)
-    backend, why = attention_backend(
-        options, query, key, value,
-        sequence_descriptor=sequence_descriptor, mask=mask, bias=bias, dropout_key=dropout_key,
-        context_parallel=context_parallel,
-    )  # fmt: skip
+    described = dict(sequence_descriptor=sequence_descriptor, mask=mask, bias=bias, dropout_key=dropout_key)
+    choose = partial(attention_backend, options, query, key, value, context_parallel=context_parallel, **described)
+    backend, why = choose(fp8=quantizers is not None)
+    attached = unused = None
+    if backend == "fp8":
+        attached = quantizers.attached()
+    elif quantizers is not None:
+        unused = quantizers.state
+        warn_of_fallback(why, "in high precision, not in FP8")
+    if backend == "fp8" and quantizers.spec.calibrating:
+        query, key, value = map(watch, (query, key, value), attached)
+        attached, (backend, why) = None, choose()
     with decided("attention", backend, why):
-        if context_parallel is not None:
-            if backend == "cudnn":
-                return context_parallel_cudnn(context_parallel, options, query, key, value, softmax_offset)
+        if context_parallel is not None and backend == "cudnn":
+            out = context_parallel_cudnn(context_parallel, options, query, key, value, softmax_offset)
+        elif context_parallel is not None:
             warn_of_fallback(why)
-            return context_parallel_attention(
+            out = context_parallel_attention(
                 context_parallel, options, query, key, value, queries=queries, keys=keys, **others
             )
-        if backend == "cudnn":
-            return cudnn_attention(
-                options, query, key, value,
-                sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias,
-                softmax_offset=softmax_offset, dropout_key=dropout_key,
-            )  # fmt: skip
-        warn_of_fallback(why)
-        return attention_reference(options, query, key, value, queries=queries, keys=keys, **others)
+        elif backend == "reference":
+            warn_of_fallback(why)
+            out = attention_reference(options, query, key, value, queries=queries, keys=keys, **others)
+        else:
+            at = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys)
+            out = cudnn_attention(options, query, key, value, quantizers=attached, **at, **others)
+        return keep(out, unused)
 
 
 def _check_shapes(query, key, value) -> None:

@@ -31,9 +31,11 @@ class Rows(NamedTuple):
     segment: jax.Array | None  # i32[B, Q]
     mask: jax.Array | None  # bool[B or 1, H or 1, Q, K or 1]
     bias: jax.Array | None  # [B or 1, H or 1, Q, K or 1]
+    o: jax.Array | None = None  # [B, Q, H, Dv] of a forward pass, for its backward
+    stats: jax.Array | None = None  # f32[B, Q, H] likewise, the logarithm of each softmax's sum
 
 
-_ROW_AXES = Rows(query=1, index=0, position=1, segment=1, mask=2, bias=2)
+_ROW_AXES = Rows(query=1, index=0, position=1, segment=1, mask=2, bias=2, o=1, stats=1)
 
 
 class Shared(NamedTuple):
@@ -70,11 +72,11 @@ def attention_reference(
     first_row: the number of the first query, where these are a part: dropout is the same as of the whole.
     """
     arrays = (query, key, value, queries, keys, mask, bias, softmax_offset, dropout_key)
-    rows, shared = _rows_and_shared(*arrays, first_row)
-    return _by_blocks(lambda rows: _attend(options, rows, shared), rows, key.shape[1])
+    rows, shared = rows_and_shared(*arrays, first_row)
+    return by_blocks(lambda rows: _attend(options, rows, shared), rows, key.shape[1])
 
 
-def _rows_and_shared(query, key, value, queries, keys, mask, bias, softmax_offset, dropout_key, first_row=0):
+def rows_and_shared(query, key, value, queries, keys, mask, bias, softmax_offset, dropout_key, first_row=0):
     varies = lambda x: x is not None and x.shape[2] > 1
     of_rows = lambda x: x if varies(x) else None
     of_all = lambda x: None if varies(x) else x
@@ -83,7 +85,7 @@ def _rows_and_shared(query, key, value, queries, keys, mask, bias, softmax_offse
     return rows, Shared(key, value, keys, of_all(mask), of_all(bias), softmax_offset, dropout_key)
 
 
-def _by_blocks(attend, rows: Rows, k_len: int):
+def by_blocks(attend, rows: Rows, k_len: int):
     """attend(rows), a pytree of [B, Q, ..], computed block by block where the logits of all rows are too many."""
     batch, q_len, heads, _ = rows.query.shape
     size = rows_per_block(batch, heads, q_len, k_len)
@@ -103,7 +105,7 @@ def _in_blocks(x, axis: int, size: int) -> jax.Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def _scores(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, jax.Array | None]:
+def scores_of(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, jax.Array | None]:
     """Scores f32[B, H, Q, K], and what is seen of them, None where that is everything."""
     batch, q_len, heads, dim = rows.query.shape
     k_len, groups = shared.key.shape[1:3]
@@ -115,7 +117,7 @@ def _scores(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, 
     return scores, visible(options, Places(rows.position, rows.segment), shared.places, mask)
 
 
-def _weighted(weights, value) -> jax.Array:
+def weighted(weights, value) -> jax.Array:
     """f32[B, Q, H, Dv] of weights f32[B, H, Q, K] and value[B, K, G, Dv]."""
     batch, heads, q_len, k_len = weights.shape
     groups = value.shape[2]
@@ -125,12 +127,10 @@ def _weighted(weights, value) -> jax.Array:
 
 
 def _attend(options: Attention, rows: Rows, shared: Shared) -> jax.Array:
-    scores, seen = _scores(options, rows, shared)
+    scores, seen = scores_of(options, rows, shared)
     weights = _softmax(scores, seen, _offset(options, shared.softmax_offset))
-    if options.dropout > 0 and shared.dropout_key is not None:
-        kept = _kept(shared.dropout_key, 1.0 - options.dropout, rows.index, weights.shape)
-        weights = jnp.where(kept, weights / (1.0 - options.dropout), 0.0)
-    return _weighted(weights, shared.value).astype(rows.query.dtype)
+    weights = dropped(weights, shared.dropout_key, options.dropout, rows.index)
+    return weighted(weights, shared.value).astype(rows.query.dtype)
 
 
 def _modified(options: Attention, scores, rows: Rows, shared: Shared) -> jax.Array:
@@ -154,7 +154,7 @@ def _offset(options: Attention, softmax_offset) -> jax.Array | None:
     return offset.astype(jnp.float32)[:, None, None]
 
 
-def _powers(scores, seen, offset=None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def powers(scores, seen, offset=None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(exp(scores - top) of what is seen, else 0; top, the largest of them and of `offset`; the powers' sum)."""
     if seen is not None:
         scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
@@ -168,17 +168,20 @@ def _powers(scores, seen, offset=None) -> tuple[jax.Array, jax.Array, jax.Array]
 
 def _softmax(scores, seen, offset) -> jax.Array:
     """Softmax over the last axis of what is seen; zeros where nothing is. `offset` counts in the denominator."""
-    weights, top, total = _powers(scores, seen, offset)
+    weights, top, total = powers(scores, seen, offset)
     if offset is not None:
         total = total + jnp.exp(offset - top)
     return weights / jnp.where(total > 0, total, 1.0)
 
 
-def _kept(key, rate: float, index, shape) -> jax.Array:
-    """bool[B, H, Q, K], each row of queries from a key of its own, so that blocks draw what the whole would."""
-    batch, heads, _, k_len = shape
-    of_row = lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), rate, (batch, heads, k_len))
-    return jnp.moveaxis(jax.vmap(of_row)(index), 0, 2)
+def dropped(weights, key, rate: float, index) -> jax.Array:
+    """Weights [B, H, Q, K] with dropout; each row from a key of its own, so that blocks draw what the whole would."""
+    if rate == 0 or key is None:
+        return weights
+    batch, heads, _, k_len = weights.shape
+    of_row = lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 1.0 - rate, (batch, heads, k_len))
+    kept = jnp.moveaxis(jax.vmap(of_row)(index), 0, 2)
+    return jnp.where(kept, weights / (1.0 - rate), 0.0)
 
 
 # --- Keys that come in parts -----------------------------------------------------------------------------------------
@@ -198,8 +201,8 @@ class Running(NamedTuple):
 
         @jax.checkpoint
         def merged(query, key, value, sums, top, total):
-            rows, shared = _rows_and_shared(query, key, value, queries, keys, mask, bias, None, None)
-            new = _by_blocks(lambda rows: _partial(self.options, rows, shared), rows, key.shape[1])
+            rows, shared = rows_and_shared(query, key, value, queries, keys, mask, bias, None, None)
+            new = by_blocks(lambda rows: _partial(self.options, rows, shared), rows, key.shape[1])
             highest = jax.lax.stop_gradient(jnp.maximum(top, new[1]))
             old, new_weight = jnp.exp(top - highest), jnp.exp(new[1] - highest)
             sums = sums * old[..., None] + new[0] * new_weight[..., None]
@@ -226,6 +229,6 @@ def running_attention(options: Attention, query, value_size: int, softmax_offset
 
 def _partial(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(sums, top, total) as in Running, of these keys alone."""
-    weights, top, total = _powers(*_scores(options, rows, shared))
+    weights, top, total = powers(*scores_of(options, rows, shared))
     by_row = lambda x: jnp.moveaxis(x[..., 0], 1, 2)
-    return _weighted(weights, shared.value), by_row(top), by_row(total)
+    return weighted(weights, shared.value), by_row(top), by_row(total)

@@ -1,0 +1,122 @@
+// te_attention_fp8_fwd: flash attention of E4M3 queries, keys and values, by cuDNN, for Hopper and newer.
+//
+//   q, k, v          E4M3, as in attention.h
+//   q_, k_, v_descale  f32[] what they were divided by: value = code * descale
+//   weight_scale, weight_descale  f32[] by which the weights, in [0, 1], are multiplied before their cast to E4M3, and
+//                    its reciprocal: in device memory, where cuDNN reads it
+//   o_scale          f32[] by which o is multiplied before its cast, and 1 where it is bf16 or f16
+//   o                E4M3; on Blackwell it may be bf16 or f16 too (cuDNN says so itself where it can't)
+//
+// Forward, q + k + v + o bytes move: half of bf16's. The products run at twice its rate.
+#include "ops/attention.h"
+
+namespace te {
+
+struct AttentionFp8Attributes {
+  float scale;
+  bool causal;
+  int64_t left;
+};
+
+namespace {
+
+struct Scales {
+  const In &q_descale, &k_descale, &v_descale, &weight_scale, &weight_descale, &o_scale;
+};
+
+// cuDNN writes the amaxes of weights and o, which nobody reads: their scales are known beforehand. They take the first
+// bytes of the workspace.
+constexpr int64_t kAmaxBytes = 256;
+
+Check check_call(const AttentionOperands& in, const Scales& scales, Out& o, Out& stats, Out& workspace,
+                 const AttentionOptions& options, AttentionShape& s) {
+  Check check = check_attention(in, options, /*step=*/16, s);
+  if (check.failed()) return check;
+  check.that(in.q.element_type() == DType::F8E4M3FN, "q", "f8_e4m3fn", in.q);
+  check.scalar("q_descale", scales.q_descale).scalar("k_descale", scales.k_descale);
+  check.scalar("v_descale", scales.v_descale).scalar("weight_scale", scales.weight_scale);
+  check.scalar("weight_descale", scales.weight_descale).scalar("o_scale", scales.o_scale);
+  const DType dtype = o->element_type();
+  check.that(dtype == DType::F8E4M3FN || dtype == DType::BF16 || dtype == DType::F16, "o", "f8_e4m3fn, bf16 or f16",
+             *o);
+  shape(check, "o", *o, {s.batch, s.q_size, s.groups, s.repeats, s.head_size});
+  check.that(static_cast<int64_t>(workspace->size_bytes()) >= kAmaxBytes, "workspace", "room for two amaxes",
+             *workspace);
+  return check_stats(check, *stats, s);
+}
+
+void build(const AttentionCall& call, cudnn::fe::graph::Graph& graph) {
+  AttentionGraph tensors(call, graph);
+  const auto options = tensors.with_options(cudnn::fe::graph::SDPA_fp8_attributes().set_generate_stats(true));
+  auto [o, stats, amax_s, amax_o] = graph.sdpa_fp8(
+      tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV), tensors.scalar(kDescaleQ), tensors.scalar(kDescaleK),
+      tensors.scalar(kDescaleV), tensors.scalar(kDescaleS), tensors.scalar(kScaleS), tensors.scalar(kScaleO), options);
+  tensors.as_rows(o, kO).set_output(true).set_data_type(cudnn_type(call.o_dtype));
+  tensors.as_stats(stats).set_output(true);
+  AttentionGraph::as_scalar(amax_s, kAmaxS).set_output(true);
+  AttentionGraph::as_scalar(amax_o, kAmaxO).set_output(true);
+}
+
+cudnn::Call call_of(const AttentionOperands& in, Out& o, const AttentionShape& s, const AttentionOptions& options) {
+  const AttentionCall call{kFp8Forward, in.q.element_type(), o->element_type(), s, options, in.lengths()};
+  return {in.op, call.key(), [call](cudnn::fe::graph::Graph& graph) { build(call, graph); }};
+}
+
+cudnn::Workspace after_amaxes(Out& workspace) {
+  const cudnn::Workspace whole = cudnn::workspace_of(workspace);
+  return {static_cast<char*>(whole.data) + kAmaxBytes, whole.bytes - kAmaxBytes};
+}
+
+cudnn::Pointers pointers_of(const AttentionOperands& in, const Scales& scales, Out& o, Out& stats, Out& workspace) {
+  cudnn::Pointers all = pointers_of(in);
+  all.insert({{kDescaleQ, scales.q_descale.untyped_data()},
+              {kDescaleK, scales.k_descale.untyped_data()},
+              {kDescaleV, scales.v_descale.untyped_data()},
+              {kScaleS, scales.weight_scale.untyped_data()},
+              {kDescaleS, scales.weight_descale.untyped_data()},
+              {kScaleO, scales.o_scale.untyped_data()},
+              {kO, o->untyped_data()},
+              {kStats, stats->untyped_data()},
+              {kAmaxS, workspace->untyped_data()},
+              {kAmaxO, static_cast<char*>(workspace->untyped_data()) + kAmaxBytes / 2}});
+  return all;
+}
+
+}  // namespace
+
+// ---- Handlers ---------------------------------------------------------------------------------------
+
+ffi::Error AttentionFp8FwdInitialize(In q, In k, In v, In q_descale, In k_descale, In v_descale, In weight_scale,
+                                     In weight_descale, In o_scale, In q_len, In k_len, Out o, Out stats, Out workspace,
+                                     AttentionFp8Attributes a) {
+  const AttentionOperands in{"te_attention_fp8_fwd", q, k, v, q_len, k_len};
+  const Scales scales{q_descale, k_descale, v_descale, weight_scale, weight_descale, o_scale};
+  const AttentionOptions options{a.scale, /*dropout=*/0.f, a.causal, a.left};
+  AttentionShape s{};
+  const Check check = check_call(in, scales, o, stats, workspace, options, s);
+  if (check.failed()) return check.error();
+  if (s.empty()) return ffi::Error::Success();
+  return cudnn::prepare(call_of(in, o, s, options), after_amaxes(workspace));
+}
+
+ffi::Error AttentionFp8Fwd(cudaStream_t stream, In q, In k, In v, In q_descale, In k_descale, In v_descale,
+                           In weight_scale, In weight_descale, In o_scale, In q_len, In k_len, Out o, Out stats,
+                           Out workspace, AttentionFp8Attributes a) {
+  const AttentionOperands in{"te_attention_fp8_fwd", q, k, v, q_len, k_len};
+  const Scales scales{q_descale, k_descale, v_descale, weight_scale, weight_descale, o_scale};
+  const AttentionOptions options{a.scale, /*dropout=*/0.f, a.causal, a.left};
+  AttentionShape s{};
+  const Check check = check_call(in, scales, o, stats, workspace, options, s);
+  if (check.failed()) return check.error();
+  if (s.empty()) return ffi::Error::Success();
+  return cudnn::execute(call_of(in, o, s, options), pointers_of(in, scales, o, stats, workspace),
+                        after_amaxes(workspace), stream);
+}
+
+}  // namespace te
+
+TE_ATTRIBUTES(te::AttentionFp8Attributes, TE_ATTRIBUTE(float, scale), TE_ATTRIBUTE(bool, causal),
+              TE_ATTRIBUTE(int64_t, left));
+
+TE_HANDLER(attention_fp8_fwd, AttentionFp8Fwd)
+TE_INITIALIZER(attention_fp8_fwd, AttentionFp8FwdInitialize)

@@ -1,0 +1,75 @@
+"""Attention whose forward pass is in FP8: query, key, value and weights in E4M3; its backward in their own dtype.
+
+Hopper writes the output in E4M3 too, and it is kept so for the backward pass. It is a mean of values, so it has their
+scale; and weights lie in [0, 1], so theirs is a constant: neither needs an amax of earlier steps. The backward pass is
+that of the original query, key and value with the output and the statistics of the FP8 forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
+from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, is_fp8, observe, quantize, quantizer_scale
+from transformer_engine_jax.quantized import Quantizer
+
+# Below E4M3's largest, 448, and a power of two: multiplying by it is exact.
+WEIGHT_SCALE = 256.0
+
+
+def _o_dtype(query) -> np.dtype:
+    """Of the kernel's output: Hopper knows E4M3 alone. Blackwell could write query's own, which needs no scale."""
+    return E4M3
+
+
+def _wide(o, descale, dtype) -> jax.Array:
+    return dequantize(o, descale, dtype=dtype) if is_fp8(o.dtype) else o
+
+
+def fp8_attention(
+    options: Attention,
+    query,
+    key,
+    value,
+    quantizers: Sequence[Quantizer],
+    *,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+) -> jax.Array:
+    """[B, Q, H, D] of query [B, Q, H, D], key and value [B, K, G, D], with a head size that is a multiple of 16.
+
+    quantizers: those of query, key and value, in E4M3. Lengths: i32[B] tokens of each sequence, or None.
+    """
+    static = Flash.of(options, query, key)
+    return _attention(static, query, key, value, tuple(quantizers), query_seq_lengths, key_value_seq_lengths)
+
+
+def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...], q_len, k_len):
+    tensors = query, *static.repeated(key, value)  # before the cast, whose kernel is not to be sharded by parts either
+    scales = [quantizer_scale(quantizer, lambda x=x: amax(x)) for quantizer, x in zip(quantizers, tensors)]
+    casts = [quantize(x, s.scale, dtype=quantizer.spec.dtype) for x, s, quantizer in zip(tensors, scales, quantizers)]
+    q, k, v = (cast.q for cast in casts)
+    of_v, dtype = scales[2], _o_dtype(query)
+    o, stats = attention_fp8_fwd(
+        static.by_group(q, key), k, v, *[s.scale_inv for s in scales],
+        WEIGHT_SCALE, 1 / WEIGHT_SCALE, of_v.scale if is_fp8(dtype) else 1.0, q_len, k_len,
+        dtype=dtype, **static.attributes,
+    )  # fmt: skip
+    amaxes = [cast.amax for cast in casts]
+    saved = stats, query, key, value, (o, of_v.scale_inv), quantizers, amaxes, q_len, k_len
+    return _wide(o, of_v.scale_inv, query.dtype).reshape(query.shape), saved
+
+
+def _backward(static: Flash, residuals, do):
+    stats, query, key, value, (o, o_descale), quantizers, amaxes, q_len, k_len = residuals
+    o = _wide(o, o_descale, query.dtype)
+    grads = static.gradients(stats, query, key, value, o, do, None, q_len, k_len)
+    return *grads, tuple(map(observe, quantizers, amaxes)), None, None
+
+
+_attention = differentiable(_forward, _backward)
