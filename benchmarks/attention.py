@@ -40,7 +40,7 @@ def _ours(query, key, value):
 
 def _ours_in_fp8(query, key, value):
     """With the casts, of fixed scales, as DelayedScaling has them."""
-    state = QuantizerState(jnp.float32(FP8_SCALE), jnp.zeros(16), jnp.float32(1))
+    state = QuantizerState.pack(jnp.float32(FP8_SCALE), jnp.zeros(16), jnp.float32(1))
     quantizers = te.attention_quantizers(te.AttentionState(state, state, state), DelayedScaling(fp8_dpa=True))
     return dot_product_attention(query, key, value, options=_options(query), quantizers=quantizers)
 

@@ -15,3 +15,8 @@ import jax  # noqa: E402
 
 # On GPUs JAX multiplies f32 in TF32 by default, and 10 bits are no reference.
 jax.config.update("jax_default_matmul_precision", "highest")
+
+from transformer_engine_jax import precision  # noqa: E402
+
+# Most tests are of FP8 at sizes for which a GPU would not use it; tests/test_precision.py is of that choice.
+precision.platform = lambda: "cpu"

@@ -59,11 +59,14 @@ class Recipe:
     stateful: ClassVar[bool]
     fp8_format: Format
     fp8_dpa: bool
+    fp8_gemms: str | Callable
     fp8_gemm_fprop: MMParams
     fp8_gemm_dgrad: MMParams
     fp8_gemm_wgrad: MMParams
 
     def _check_common(self) -> None:
+        gemms = self.fp8_gemms
+        _check(self, "fp8_gemms", gemms in ("auto", "all") or callable(gemms), "'auto', 'all' or a function of m, k, n")
         _check(self, "fp8_format", isinstance(self.fp8_format, Format), "a recipe.Format")
         for field in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             _check(self, field, isinstance(getattr(self, field), MMParams), "an MMParams")
@@ -96,6 +99,8 @@ class DelayedScaling(Recipe):
       reduce_amax: one amax for all shards of a tensor; False is not possible under pjit, where a tensor is one.
       fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
+      fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in FP8
+        on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k, n].
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -107,6 +112,7 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    fp8_gemms: str | Callable = "auto"
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
@@ -141,6 +147,8 @@ class Float8CurrentScaling(Recipe):
       use_power_2_scales: round scales down to powers of two.
       amax_epsilon: amaxes below it count as it.
       fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
+      fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in FP8
+        on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k, n].
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -148,6 +156,7 @@ class Float8CurrentScaling(Recipe):
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
     fp8_dpa: bool = False
+    fp8_gemms: str | Callable = "auto"
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)

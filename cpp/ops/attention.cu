@@ -14,8 +14,10 @@ namespace {
 Check check_call(const AttentionOperands& in, const In& seed, const AttentionAttributes& attributes,
                  AttentionShape& s) {
   const DType dtype = in.q.element_type();
-  Check check = check_attention(in, attributes, /*step=*/8, s);
+  Check check(in.op);
   check.that(dtype == DType::BF16 || dtype == DType::F16, "q", "bf16 or f16", in.q);
+  if (check.failed()) return check;
+  check = check_attention(in, attributes, /*step=*/8, s);
   check.that(attributes.dropout >= 0.f && attributes.dropout < 1.f, "dropout", "a rate in [0, 1)", attributes.dropout);
   if (attributes.dropout > 0.f) {
     shape(check.that(seed.element_type() == DType::U32, "seed", "u32[4]", seed), "seed", seed, {4});

@@ -30,9 +30,10 @@ constexpr int64_t kAmaxBytes = 256;
 
 Check check_call(const AttentionOperands& in, const Scales& scales, Out& o, Out& stats, Out& workspace,
                  const AttentionOptions& options, AttentionShape& s) {
-  Check check = check_attention(in, options, /*step=*/16, s);
+  Check check(in.op);
+  if (check.dtype("q", in.q, DType::F8E4M3FN).failed()) return check;
+  check = check_attention(in, options, /*step=*/16, s);
   if (check.failed()) return check;
-  check.that(in.q.element_type() == DType::F8E4M3FN, "q", "f8_e4m3fn", in.q);
   check.scalar("q_descale", scales.q_descale).scalar("k_descale", scales.k_descale);
   check.scalar("v_descale", scales.v_descale).scalar("weight_scale", scales.weight_scale);
   check.scalar("weight_descale", scales.weight_descale).scalar("o_scale", scales.o_scale);

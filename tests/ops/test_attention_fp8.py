@@ -190,7 +190,7 @@ def test_operands_of_the_kernel_are_the_exact_casts(rec, monkeypatch):
     monkeypatch.setattr(fp8, "attention_fp8_fwd", spy)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     query, key, value, _ = inputs((H, 2, S, S, D))
-    state = [QuantizerState(jnp.float32(s), jnp.full(4, 448 / s), jnp.float32(1)) for s in (64.0, 300.0, 37.0)]
+    state = [QuantizerState.pack(jnp.float32(s), jnp.full(4, 448 / s), jnp.float32(1)) for s in (64.0, 300.0, 37.0)]
     state = te.AttentionState(*state) if rec is DELAYED else None
     the_op(D, {}, rec)(query, key, value, state)
     ((q, k, v, *scales), *_) = seen
@@ -269,7 +269,8 @@ def test_calibrating_records_and_computes_in_high_precision():
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_sharded_is_unsharded(groups):
+def test_sharded_is_unsharded(groups, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)  # of the mesh, which has CPUs where there are few GPUs
     mesh = testing.mesh_of((2, 4), ("data", "model"))
     arrays = inputs((4, groups, S, S, D), batch=8)
     state = te.AttentionState.create(DELAYED)
@@ -329,7 +330,7 @@ INSTEAD = {
 def test_what_it_cannot_do_is_done_in_high_precision_and_keeps_states(case):
     sizes, fields, call, why = INSTEAD[case]
     query, key, value, dy = inputs(sizes, jnp.float32 if case == "f32 on a GPU" else jnp.bfloat16)
-    state = te.AttentionState(*[QuantizerState(*map(jnp.float32, (s, [s] * 4, 1))) for s in (2.0, 3.0, 5.0)])
+    state = te.AttentionState(*[QuantizerState.pack(*map(jnp.float32, (s, [s] * 4, 1))) for s in (2.0, 3.0, 5.0)])
 
     def op(query, key, value, state, quantized=True):
         quantizers = te.attention_quantizers(state, DELAYED) if quantized else None

@@ -254,7 +254,8 @@ def test_in_place(case, live):
         return d, 2 * c if live else None
 
     got, expected = run(jnp.asarray(c), True), run(jnp.asarray(c), False)
-    assert_close(jax.tree.map(f64, got), jax.tree.map(f64, expected), 2**-12)
+    bound = 2**-12 + 2 * ROUNDOFF[case.d][0]  # each is rounded, of sums that may be added up in another order
+    assert_close(jax.tree.map(f64, got), jax.tree.map(f64, expected), bound)
     aliased = "output_to_operand_aliasing" in run.lower(jnp.asarray(c), True).compile().as_text()
     assert aliased == (case.c == case.d)
 

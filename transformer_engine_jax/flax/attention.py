@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import check_common, check_positive, default_kernel_init, flat_kernel_init
+from transformer_engine_jax.flax.base import (
+    canonical_tuple,
+    check_common,
+    check_positive,
+    default_kernel_init,
+    flat_kernel_init,
+)
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, Projection
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention, context_parallel, one_of
 from transformer_engine_jax.flax.layernorm import LayerNorm
@@ -21,6 +27,7 @@ from transformer_engine_jax.ops.attention.sequences import places
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
 from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_table
+from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantized import keep
 from transformer_engine_jax.sharding import activation_axes, constrain
 
@@ -354,21 +361,23 @@ class MultiHeadAttention(nn.Module):
 
     @nn.nowrap
     def _project_together(self, x, layout):
+        fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(features)) for _, features, _ in layout])
         fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
         parts = [
-            self._projection(Projection, *of, inputs=x.shape[-1], **norm).parts for of, norm in zip(layout, fields)
+            self._projection(Projection, *of, inputs=x.shape[-1], fp8=fp8, **norm).parts
+            for of, norm in zip(layout, fields)
         ]
-        quantizers = None if parts[0].quantizers is None else [part.quantizers for part in parts]
-        results, x = layernorm_projections(
-            x,
-            parts[0].gamma,
-            parts[0].beta,
-            [part.kernel for part in parts],
-            [part.bias for part in parts],
-            norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
-            quantizers=quantizers,
-            return_input=True,
-        )
+        with scope:
+            results, x = layernorm_projections(
+                x,
+                parts[0].gamma,
+                parts[0].beta,
+                [part.kernel for part in parts],
+                [part.bias for part in parts],
+                norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
+                quantizers=[part.quantizers for part in parts] if fp8 else None,
+                return_input=True,
+            )
         names = [CHECKPOINT_NAMES[name] for name, features, _ in layout for _ in unstacked(None, features)]
         results = [checkpoint_name(y, name) for y, name in zip(results, names)]
         return keep(results[0], [part.unused for part in parts]), *results[1:], None, x

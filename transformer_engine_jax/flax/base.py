@@ -46,13 +46,17 @@ class Fp8Module(nn.Module):
     """A module with GEMMs, or attention: keeps one QuantizerState for each operand of each of them."""
 
     @nn.nowrap
-    def gemm_quantizers(self, gemm: str, checkpoint_name: str | None = None) -> tuple[GemmQuantizers | None, Any]:
-        """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused.
+    def gemm_quantizers(
+        self, gemm: str, fp8: bool, checkpoint_name: str | None = None
+    ) -> tuple[GemmQuantizers | None, Any]:
+        """This step's Quantizers of one GEMM, None where it is not to run in FP8, and the states that go unused.
 
         What is quantized bears the checkpoint_name, for checkpoint policies.
         """
         recipe = current().recipe
         state, unused = self._states(gemm, GemmState, recipe is not None and recipe.stateful)
+        if recipe is None or not fp8:
+            return None, list(state or unused)
         return gemm_quantizers(state, checkpoint_name=checkpoint_name), unused
 
     @nn.nowrap

@@ -21,6 +21,7 @@ from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
 from transformer_engine_jax.ops.main_grad import Accumulating
+from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantized import GemmQuantizers, keep
 from transformer_engine_jax.sharding import constrain
 
@@ -145,9 +146,11 @@ class DenseGeneral(_Dense):
         x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
-        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        fp8, scope = in_fp8([Product.of(x, k_axes, features)])
+        quantizers, unused = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
-        y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual)
+        with scope:
+            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual)
         y = self._finish(y, x, k_axes, features, unused)
         return (y, bias) if self.return_bias else y
 
@@ -195,12 +198,14 @@ class LayerNormDenseGeneral(_LayerNormDense):
         returned = x if self.return_layernorm_output else None
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
-        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        fp8, scope = in_fp8([Product.of(x, k_axes, features)])
+        quantizers, unused = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
-        if fused:
-            y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
-        else:
-            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
+        with scope:
+            if fused:
+                y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
+            else:
+                y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
         y = self._finish(y, x, k_axes, features, unused)
         if self.depth_scaling is not None:
             y, bias = y / self.depth_scaling, None if bias is None else bias / self.depth_scaling
@@ -222,6 +227,7 @@ class Projection(_LayerNormDense):
     """A LayerNormDenseGeneral of x[.., inputs] that another module computes, together with others: its `parts`."""
 
     inputs: int = 0
+    fp8: bool = False  # whether autocast applies
 
     def setup(self):
         x = jax.ShapeDtypeStruct((self.inputs,), jnp.float32)
@@ -229,5 +235,5 @@ class Projection(_LayerNormDense):
             self.inputs, self.param_dtype or self.dtype
         )  # in the order of LayerNormDenseGeneral, on which initial values depend
         kernel, bias, _ = self._make_kernel(x, 1)
-        quantizers = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        quantizers = self.gemm_quantizers("gemm", self.fp8, self.quantization_checkpoint_name)
         self.parts = ProjectionParts(*norm, kernel, bias, *quantizers)

@@ -50,7 +50,7 @@ def wrap_function_in_te_state_module(
                     )
                 asked.add(name)
                 with under(quantization_recipe):
-                    quantizers, states = self.gemm_quantizers(name, quantization_checkpoint_name)
+                    quantizers, states = self.gemm_quantizers(name, True, quantization_checkpoint_name)
                 unused.extend(states)
                 return quantizers
 

@@ -25,6 +25,7 @@ from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import norm
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+from transformer_engine_jax.precision import in_fp8, mlp_products
 from transformer_engine_jax.quantized import keep
 from transformer_engine_jax.sharding import constrain
 
@@ -99,28 +100,30 @@ class LayerNormMLP(Fp8Module):
         gamma, beta = self.make_norm(hidden, self.dtype)
         kernels, (bias_1, bias) = self._make_kernels(hidden, count)
         biases = (bias_1, None if self.return_bias else bias)
-        first, unused_1 = self.gemm_quantizers("gemm_1", self.quantization_checkpoint_name)
-        second, unused_2 = self.gemm_quantizers("gemm_2", self.quantization_checkpoint_name)
+        fp8, scope = in_fp8(*mlp_products(x, count, self.intermediate_dim))
+        first, unused_1 = self.gemm_quantizers("gemm_1", fp8, self.quantization_checkpoint_name)
+        second, unused_2 = self.gemm_quantizers("gemm_2", fp8, self.quantization_checkpoint_name)
         dropout = self.intermediate_dropout_rate > 0 and not deterministic
         constrained = self.dot_1_input_axes or self.dot_2_input_axes
         normed = None
-        if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
-            y = layernorm_mlp(
-                x,
-                gamma,
-                beta,
-                kernels,
-                biases,
-                activations=activations,
-                activation_params=self.activation_params,
-                norm_options=options,
-                quantizers=None if first is None else (first, second),
-                names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
-                residual=residual,
-            )
-        else:
-            normed = x if options is None else norm(options, x, gamma, beta)
-            y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, x if residual else None)
+        with scope:
+            if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
+                y = layernorm_mlp(
+                    x,
+                    gamma,
+                    beta,
+                    kernels,
+                    biases,
+                    activations=activations,
+                    activation_params=self.activation_params,
+                    norm_options=options,
+                    quantizers=(first, second) if fp8 else None,
+                    names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
+                    residual=residual,
+                )
+            else:
+                normed = x if options is None else norm(options, x, gamma, beta)
+                y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, x if residual else None)
         y, returned = keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
         return (y, bias, returned) if self.return_bias else (y, returned)
 

@@ -25,7 +25,7 @@ from transformer_engine_jax.flax.attention import (
     rotations,
     unstacked,
 )
-from transformer_engine_jax.flax.base import check_positive
+from transformer_engine_jax.flax.base import canonical_tuple, check_positive
 from transformer_engine_jax.flax.dot_product_attention import one_of
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
@@ -36,6 +36,7 @@ from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
+from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantized import keep
 from transformer_engine_jax.sharding import activation_axes, constrain
 
@@ -318,18 +319,20 @@ class MultiHeadAttention(Fp8Module):
 
     def _project_together(self, x, names, projections):
         kernels_and_biases = [projection._kernel_and_bias() for projection in projections]
-        quantizers, unused = zip(*[projection.gemm_quantizers("gemm") for projection in projections])
+        fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(projection.features)) for projection in projections])
+        quantizers, unused = zip(*[projection.gemm_quantizers("gemm", fp8) for projection in projections])
         norm = projections[0]
-        results, x = layernorm_projections(
-            x,
-            array(norm.scale) if self.input_layernorm else None,
-            array(norm.ln_bias) if self.input_layernorm else None,
-            [kernel for kernel, _ in kernels_and_biases],
-            [bias for _, bias in kernels_and_biases],
-            norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
-            quantizers=None if quantizers[0] is None else quantizers,
-            return_input=True,
-        )
+        with scope:
+            results, x = layernorm_projections(
+                x,
+                array(norm.scale) if self.input_layernorm else None,
+                array(norm.ln_bias) if self.input_layernorm else None,
+                [kernel for kernel, _ in kernels_and_biases],
+                [bias for _, bias in kernels_and_biases],
+                norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
+                quantizers=quantizers if fp8 else None,
+                return_input=True,
+            )
         named = [CHECKPOINT_NAMES[name] for name, p in zip(names, projections) for _ in unstacked(None, p.features)]
         results = [checkpoint_name(y, name) for y, name in zip(results, named)]
         return keep(results[0], list(unused)), *results[1:], None, x

@@ -110,14 +110,18 @@ class Fp8Module(nnx.Module):
             )
         return states
 
-    def gemm_quantizers(self, gemm: str, checkpoint_name: str | None = None) -> tuple[GemmQuantizers | None, Any]:
-        """This step's Quantizers of one GEMM, None where autocast is off, and the states that go unused.
+    def gemm_quantizers(
+        self, gemm: str, fp8: bool, checkpoint_name: str | None = None
+    ) -> tuple[GemmQuantizers | None, Any]:
+        """This step's Quantizers of one GEMM, None where it is not to run in FP8, and the states that go unused.
 
         What is quantized bears the checkpoint_name, for checkpoint policies.
         """
         states = GemmState(*[getattr(self, f"{gemm}_{operand}").get_value() for operand in GemmState._fields])
         recipe = current().recipe
-        if recipe is None or not recipe.stateful:
+        if recipe is None or not fp8:
+            return None, states
+        if not recipe.stateful:
             return gemm_quantizers(checkpoint_name=checkpoint_name), states
         got = (*states.x.packed.shape[:-1], states.x.history_len)
         if got != (recipe.amax_history_len,):

@@ -26,6 +26,7 @@ from transformer_engine_jax.nnx.base import Fp8Module, array, module
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
+from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantized import keep
 from transformer_engine_jax.sharding import constrain
 
@@ -116,9 +117,11 @@ class DenseGeneral(_Dense):
         x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias = self._kernel_and_bias()
-        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        fp8, scope = in_fp8([Product.of(x, k_axes, canonical_tuple(self.features))])
+        quantizers, unused = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
-        y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual)
+        with scope:
+            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual)
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
         y = keep(y, unused)
@@ -172,12 +175,14 @@ class LayerNormDenseGeneral(_Dense):
         normed = x if self.return_layernorm_output else None
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias = self._kernel_and_bias()
-        quantizers, unused = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+        fp8, scope = in_fp8([Product.of(x, k_axes, canonical_tuple(self.features))])
+        quantizers, unused = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
-        if fused:
-            y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
-        else:
-            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
+        with scope:
+            if fused:
+                y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
+            else:
+                y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
         y = keep(y, unused)

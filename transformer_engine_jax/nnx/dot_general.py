@@ -33,7 +33,7 @@ class DotGeneral(Fp8Module):
 
         def generate_quantizer_set() -> GemmQuantizers | None:
             with under(self.quantization_recipe):
-                quantizers, states = self.gemm_quantizers("gemm", self.quantization_checkpoint_name)
+                quantizers, states = self.gemm_quantizers("gemm", True, self.quantization_checkpoint_name)
             unused.extend(states)
             return quantizers
 

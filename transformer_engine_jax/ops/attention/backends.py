@@ -93,7 +93,7 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     yield len(dtypes) > 1 or not dtypes <= {"bfloat16", "float16"}, f"cuDNN needs bf16 or f16, not {sorted(dtypes)}"
     most = most_head_size()
     yield size > most, f"cuDNN needs head sizes up to {most}, not {size}"
-    yield 0 in (q_len, k_len), "cuDNN needs at least one query and one key"
+    yield 0 in (q_len, k_len) or q_len == k_len == 1, "cuDNN needs more than one query or key"
     offset, whole = options.softmax_type != "vanilla", form == "plain" and bias is None
     yield offset and not whole, f"cuDNN's {options.softmax_type} softmax has no masks, biases or descriptors"
     yield options.score_mod is not None, "JAX's cuDNN call has no score_mod"
@@ -102,7 +102,6 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         yield described, "with dropout, cuDNN is given no masks, biases, packed sequences or softmax offsets"
         yield context_parallel is not None, "with dropout, cuDNN is given whole sequences"
         yield size > MOST_HEAD_SIZE, f"with dropout, cuDNN needs head sizes up to {MOST_HEAD_SIZE}, not {size}"
-        yield q_len == k_len == 1, "with dropout, cuDNN needs more than one query or key"
         yield missing() != "", missing()
     manual = {context_parallel.axis} if context_parallel else set()
     explicit = set(jax.typeof(query).sharding.mesh.explicit_axes) - manual

@@ -1,0 +1,124 @@
+"""Which products run in FP8: those that gain by it on a GPU, all elsewhere, or as the recipe says."""
+
+import json
+import pathlib
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
+import transformer_engine_jax.nnx as te_nnx
+from transformer_engine_jax import precision, recipe, testing
+from transformer_engine_jax.precision import Product, gain
+
+X = jax.random.normal(jax.random.key(0), (4, 16, 64), jnp.bfloat16)
+LAYER = te_flax.TransformerLayer(
+    hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
+)
+DELAYED = recipe.DelayedScaling()
+MEASURED = pathlib.Path(__file__).parent.parent / "benchmarks" / "results" / "precision-h200.json"
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr(precision, "platform", lambda: "gpu")
+
+
+def products(model, variables, x=X) -> list[tuple[str, str]]:
+    """(what multiplies, why) of each product of a model's call; attention's own aside."""
+    rows = te.explain(lambda v, x: model.apply(v, x)[0], variables, x).rows
+    found = [row for row in rows if row.name in ("gemm", "dot_general") and "attention" not in row.where.split("/")[-1]]
+    return [(row.name, row.why) for row in found if "core_attention" not in row.where and "precision" in row.why]
+
+
+def large(hidden: int):
+    """A layer of this size and its variables and inputs, as shapes."""
+    layer = te_flax.LayerNormMLP(intermediate_dim=4 * hidden)
+    x = jax.ShapeDtypeStruct((8, 2048, hidden), jnp.bfloat16)
+    return layer, jax.eval_shape(layer.init, jax.random.key(0), x), x
+
+
+def test_small_products_stay_in_high_precision_on_a_gpu(on_gpu):
+    with te.autocast(True):
+        variables = steps.init(LAYER, X, rec=DELAYED)
+        found = products(LAYER, variables)
+        assert found and {name for name, _ in found} == {"dot_general"}
+        assert all("precision: high (FP8 would cost about" in why for _, why in found)
+        got = steps.step(LAYER.apply, variables, X)
+    state, params = flax.core.pop(variables, "params")
+    expected = steps.step(LAYER.apply, {"params": params}, X)
+    testing.assert_same_bytes(got[0], expected[0])
+    testing.assert_same_bytes(got[1][0]["params"], expected[1][0]["params"])
+    jax.tree.map(np.testing.assert_array_equal, got[1][0][te_flax.STATE_COLLECTION], state[te_flax.STATE_COLLECTION])
+
+
+def test_large_products_run_in_fp8_on_a_gpu(on_gpu):
+    with te.autocast(True):
+        found = products(*large(4096))
+        assert {name for name, _ in found} == {"gemm"} and all("precision: fp8 (FP8 saves about" in w for _, w in found)
+
+
+def test_elsewhere_all_do():
+    with te.autocast(True):
+        rows = te.explain(lambda v: LAYER.apply(v, X)[0], steps.init(LAYER, X, rec=DELAYED)).rows
+        assert sum(row.name == "gemm" for row in rows) == 6 and not any("precision" in row.why for row in rows)
+
+
+@pytest.mark.parametrize("kind", [recipe.DelayedScaling, recipe.Float8CurrentScaling])
+def test_the_recipe_overrides(on_gpu, kind):
+    module = te_flax.LayerNormMLP(intermediate_dim=128)
+    variables = steps.init(module, X, rec=DELAYED)
+    with te.autocast(True, kind(fp8_gemms="all")):
+        rows = te.explain(lambda v: module.apply(v, X)[0], variables).rows
+        assert [row.name for row in rows if row.name in ("gemm", "dot_general")] == ["gemm", "gemm"]
+    asked = []
+
+    def some(m, k, n):
+        asked.append((m, k, n))
+        return False
+
+    with te.autocast(True, kind(fp8_gemms=some)):
+        assert {name for name, _ in products(module, variables)} == {"dot_general"}
+    assert (64, 64, 128) in asked
+    with pytest.raises(ValueError, match=r"fp8_gemms: expected 'auto', 'all' or a function of m, k, n, got 'some'"):
+        kind(fp8_gemms="some")
+
+
+def test_calibrating_watches_all(on_gpu):
+    with te.autocast(calibrating=True):
+        variables = steps.init(LAYER, X, rec=DELAYED)
+        _, (grads, _) = steps.step(LAYER.apply, variables, X)
+    states = [s for s in jax.tree.leaves(grads[te_flax.STATE_COLLECTION], is_leaf=lambda s: hasattr(s, "scale"))]
+    assert states and all(float(s.amax_history.max()) > 0 for s in states)
+
+
+def test_nnx_decides_likewise(on_gpu):
+    from flax import nnx
+
+    model = te_nnx.TransformerLayer(hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    with te.autocast(True):
+        rows = te.explain(lambda state: nnx.merge(graph, state)(X, deterministic=True), state).rows
+    assert not any(row.name == "gemm" for row in rows)
+    assert sum("precision: high" in row.why for row in rows if row.name == "dot_general") >= 4
+
+
+def test_gain_follows_what_was_measured():
+    """Where FP8 or bf16 was at least a tenth faster, that is what is chosen."""
+    rows = json.loads(MEASURED.read_text())["rows"]
+    clear = [row for row in rows if abs(row["bf16_ms"] / row["fp8_ms"] - 1) > 0.1]
+    assert len(clear) > 15
+    for row in clear:
+        assert (gain([Product(row["m"], row["k"], row["n"])]) > 0) == (row["fp8_ms"] < row["bf16_ms"]), row
+
+
+def test_gain_grows_with_size_and_shrinks_with_devices():
+    sizes = [Product(8192, n, n) for n in (256, 1024, 4096)]
+    gains = [gain([p]) for p in sizes]
+    assert gains == sorted(gains) and gains[0] < 0 < gains[-1]
+    assert gain([sizes[-1]], devices=8) < gain([sizes[-1]]) / 8

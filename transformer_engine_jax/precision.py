@@ -1,0 +1,70 @@
+"""Which products of modules run in FP8 under autocast: on a GPU those that gain by it, elsewhere all of them.
+
+FP8 halves the time of a product, and pays for it with casts and with the upkeep of scales. So small products lose. What
+is decided is decided at trace time, by sizes alone; `te.explain` shows it, and the recipe's `fp8_gemms` overrides it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from transformer_engine_jax.autocast import current
+from transformer_engine_jax.decisions import decided
+from transformer_engine_jax.ops.attention.backends import platform
+
+
+class Product(NamedTuple):
+    """Sizes of x[m, k] kernel[k, n], over all devices."""
+
+    m: int
+    k: int
+    n: int
+
+    @classmethod
+    def of(cls, x, k_axes: int, features: Sequence[int]) -> Product:
+        """Of x, whose last k_axes axes are contracted, with a kernel of these output axes."""
+        return cls(math.prod(x.shape[: x.ndim - k_axes]), math.prod(x.shape[x.ndim - k_axes :]), math.prod(features))
+
+
+def mlp_products(x, activations: int, size: int) -> tuple[list[Product], list[Product]]:
+    """The two products of an MLP of x[.., K] with so many activations of this size, each of its own input."""
+    first = Product.of(x, 1, (activations, size))
+    return [first], [Product(first.m, size, first.k)]
+
+
+# Seconds, fitted to what `python -m benchmarks precision` measured on an H200: what a floating-point operation of a
+# product saves in FP8, what a byte of the casts costs, and what all launches of one product cost.
+SAVED, BYTE, EACH = 0.72e-15, 1 / 3.5e12, 20e-6
+
+
+def gain(products: Sequence[Product], devices: int = 1) -> float:
+    """Seconds that a step saves on each of so many devices with these products, which read one x, in FP8."""
+    flop = sum(6 * m * k * n for m, k, n in products)
+    # Casts of the input and of the gradients of outputs: read in bf16, written in FP8 as they are and transposed.
+    values = products[0].m * (products[0].k + sum(n for _, _, n in products))
+    return (SAVED * flop - 4 * BYTE * values) / devices - EACH * len(products)
+
+
+def in_fp8(*groups: Sequence[Product]) -> tuple[bool, contextlib.AbstractContextManager]:
+    """(whether products run in FP8 under the autocast in force, a scope that tells `explain` why).
+
+    groups: products that are decided together, those that read the same x in one group.
+    """
+    context, nothing = current(), contextlib.nullcontext()
+    if context.recipe is None:
+        return False, nothing
+    asked = context.recipe.fp8_gemms
+    if context.calibrating or asked == "all" or (asked == "auto" and platform() != "gpu"):
+        return True, nothing
+    if callable(asked):
+        fp8 = all(asked(*product) for group in groups for product in group)
+        return fp8, decided("precision", "fp8" if fp8 else "high", "as the recipe's fp8_gemms says")
+    devices = jax.sharding.get_abstract_mesh().size or 1
+    saved = sum(gain(group, devices) for group in groups) * 1e6
+    why = f"FP8 saves about {saved:.0f} us a step" if saved >= 0 else f"FP8 would cost about {-saved:.0f} us a step"
+    return saved >= 0, decided("precision", "fp8" if saved >= 0 else "high", why)
