@@ -73,6 +73,13 @@ def cases(rows: int, hidden: int) -> Iterator[Case]:
             [z, scalar],
         )
         yield f"{name} backward", lambda dy, z, name=name: activation_bwd(dy, z, None, activation=name), [x, z]
+        bias = ((inputs, hidden), F32)
+        yield f"{name} forward + bias", lambda z, b, name=name: activation_fwd(z, None, b, activation=name), [z, bias]
+        yield (
+            f"{name} backward + dbias",
+            lambda dy, z, b, name=name: activation_bwd(dy, z, None, b, activation=name, dbias=True),
+            [x, z, bias],
+        )
         for dbias in (False, True):
             yield (
                 f"{name} backward -> FP8 both ways{' + dbias' if dbias else ''}",

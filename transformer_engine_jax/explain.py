@@ -244,7 +244,7 @@ def _note(call, operands) -> str:
 
 def _options(call) -> dict[str, Any]:
     """What does not show in the results' buffers already."""
-    defaults, seen = call.kernel.attribute_defaults, (*call.kernel.result_names, "dtype")
+    defaults, seen = call.kernel.attribute_defaults, (*call.kernel.result_names, "dtype", "in_place")
     return {k: v for k, v in call.attributes if k not in seen and (isinstance(v, bool) or v != defaults[k])}
 
 

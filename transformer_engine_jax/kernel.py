@@ -10,10 +10,11 @@ A rule such as ``"... k, k, - -> ... k, -"`` names every axis of every operand a
 - the same name is the same axis: it may be sharded, and every buffer that has it is sharded alike;
 - axes in ``whole`` must not be sharded; a result that lost a sharded axis is combined as ``reduce`` says.
 
-Positional parameters of the reference are buffers, and may be None where optional; keyword-only parameters
-are static attributes. The reference returns an array or a NamedTuple, with None for what was not asked for: an
-attribute with a result's name (``q_t: bool = False``) asks for it, and ``in_place: bool`` for a result in an operand's
-buffer. Such attributes and dtypes show in the results' buffers, so the handlers are passed only the others.
+Positional parameters of the reference are buffers, and may be None where optional, or left off where that is their
+default; keyword-only parameters are static attributes. The reference returns an array or a NamedTuple, with None for
+what was not asked for: an attribute with a result's name (``q_t: bool = False``) asks for it, and ``in_place: bool``
+for a result in an operand's buffer. Such attributes and dtypes show in the results' buffers, so the handlers are passed
+only the others.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class Kernel:
         self.by_shard, self.platforms, self.note = dict(by_shard), frozenset(platforms), note
         self.aliases = dict(aliases)
         parameters = inspect.signature(reference).parameters.values()
-        self.operand_names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        operands = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        self.operand_names = [p.name for p in operands]
+        self.least_operands = sum(p.default is p.empty for p in operands)
         self.attribute_defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         returns = inspect.get_annotations(reference, eval_str=True).get("return")
         self.result_type = returns if hasattr(returns, "_fields") else None
@@ -121,8 +124,9 @@ class Kernel:
             raise TypeError(f"{self.name}: reduce/once/by_shard/aliases name unknown buffers {sorted(unknown)}")
 
     def __call__(self, *operands, **attributes):
-        if len(operands) != len(self.operand_names):
+        if not self.least_operands <= len(operands) <= len(self.operand_names):
             raise TypeError(f"{self.name} takes {self.operand_names}, got {len(operands)} operands")
+        operands += (None,) * (len(self.operand_names) - len(operands))
         unknown = set(attributes) - set(self.attribute_defaults)
         if unknown:
             raise TypeError(f"{self.name} has no attribute {sorted(unknown)}; it has {list(self.attribute_defaults)}")

@@ -38,39 +38,67 @@ TE_SIMD void curve_gradient_row(C curve, const float* dy, const float* z, const 
   }
 }
 
+// z + bias into `sum`, which may be z; z itself where there is no bias. Over a row that is in the first-level cache.
+TE_SIMD void add_bias(const float* z, const float* bias, float* sum, int64_t n) {
+  TE_ELEMENTWISE
+  for (int64_t i = 0; i < n; ++i) sum[i] = z[i] + bias[i];
+}
+const float* biased(const float* z, const float* bias, float* sum, int64_t n) {
+  if (!bias) return z;
+  add_bias(z, bias, sum, n);
+  return sum;
+}
+
+// bias[A, N] in f32; null where it is absent.
+class Bias {
+ public:
+  Bias(const In& bias, int64_t cols) : buffer_(present(bias) ? cols : 0) {
+    if (present(bias)) data_ = FloatRows(bias, 1, cols).at(0, buffer_.data());
+  }
+  const float* data() const { return data_; }
+
+ private:
+  std::vector<float> buffer_;
+  const float* data_ = nullptr;
+};
+
 }  // namespace
 
 // ---- Handlers
 
-ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, Out y, Out y_t, Out amax,
+ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, In bias, Out y, Out y_t, Out amax,
                          ActivationAttributes attributes) {
-  const Check check = check_activation_fwd(z, scale, y, y_t, amax, attributes);
+  const Check check = check_activation_fwd(z, scale, bias, y, y_t, amax, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows input(z, 2);
   const RowsResult result = rows_result(result_matrix(y, input.rows(), matrix(z, 1).cols), scale, y_t, amax);
   const int64_t n = result.y.cols;
+  const Bias added(bias, input.cols());
+  const float *bias_z = added.data(), *bias_gate = bias_z ? bias_z + n : nullptr;
   return with_curve(activation.curve, attributes, [&](auto curve) {
     store_rows(pool, result, [&](int64_t row, float* values, float* scratch) {
-      const float* gate = activation.gated ? input.at(row, scratch, n, n) : nullptr;
-      curve_row(curve, input.at(row, values, 0, n), gate, values, n);
+      const float* gate = nullptr;
+      if (activation.gated) gate = biased(input.at(row, scratch, n, n), bias_gate, scratch, n);
+      curve_row(curve, biased(input.at(row, values, 0, n), bias_z, values, n), gate, values, n);
     });
     return ffi::Error::Success();
   });
 }
 
-ffi::Error ActivationBwd(ffi::ThreadPool pool, In dy, In z, In scale, Out dz, Out dz_t, Out amax, Out dbias,
+ffi::Error ActivationBwd(ffi::ThreadPool pool, In dy, In z, In scale, In bias, Out dz, Out dz_t, Out amax, Out dbias,
                          ActivationAttributes attributes) {
-  const Check check = check_activation_bwd(dy, z, scale, dz, dz_t, amax, dbias, attributes);
+  const Check check = check_activation_bwd(dy, z, scale, bias, dz, dz_t, amax, dbias, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows input(z, 2), cotangent(dy, input.rows(), matrix(z, 1).cols);
   const Matrix to = result_matrix(dz, input.rows(), input.cols());
   const RowsResult result = rows_result(to, scale, dz_t, amax, data_or_null<float>(dbias));
   const int64_t n = cotangent.cols();
+  const Bias added(bias, input.cols());
   return with_curve(activation.curve, attributes, [&](auto curve) {
     store_rows(pool, result, [&](int64_t row, float* values, float* scratch) {
-      const float* z_row = input.at(row, values);
+      const float* z_row = biased(input.at(row, values), added.data(), values, input.cols());
       const float* gate = activation.gated ? z_row + n : nullptr;
       curve_gradient_row(curve, cotangent.at(row, scratch), z_row, gate, values, values + n, n);
     });

@@ -1,11 +1,11 @@
 // te_activation_fwd, te_activation_bwd: their signatures, and the curves that CPU and CUDA share.
 //
-//   activation_fwd: z[rows, A, N], scale f32[]? -> y[rows, N]?, y_t[N, rows]?, amax f32[]?
-//   activation_bwd: dy[rows, N], z[rows, A, N], scale f32[]? -> dz[rows, A, N]?, dz_t[A, N, rows]?, amax f32[]?,
-//                   dbias f32[A, N]?, the sum of dz over rows before its cast
+//   activation_fwd: z[rows, A, N], scale f32[]?, bias[A, N]? -> y[rows, N]?, y_t[N, rows]?, amax f32[]?
+//   activation_bwd: dy[rows, N], z[rows, A, N], scale f32[]?, bias[A, N]? -> dz[rows, A, N]?, dz_t[A, N, rows]?,
+//                   amax f32[]?, dbias f32[A, N]?, the sum of dz over rows before its cast
 //
 // A = 1: y = curve(z[0]). A = 2 (names that end in "_linear"): y = curve(z[0]) * z[1], or a curve's own gate(z[1]). All
-// arithmetic is in f32.
+// arithmetic is in f32. A bias is added to z before; only where the result is not FP8, as an FP8 product adds its own.
 #pragma once
 
 #include <cmath>
@@ -188,8 +188,9 @@ ffi::Error with_curve(Curve curve, const ActivationAttributes& attributes, F&& f
 
 // ---- Signatures
 
-// z and the attributes. Without an error, z's last two axes are [A, N] with the activation's A.
-inline Check check_activation_input(const char* op, const In& z, const ActivationAttributes& attributes) {
+// z, what is added to it, and the attributes. Without an error, z's last two axes are [A, N] with the activation's A.
+inline Check check_activation_input(const char* op, const In& z, const In& scale, const In& bias,
+                                    const ActivationAttributes& attributes) {
   Check check(op);
   const std::string_view name = attributes.activation;
   const std::optional<Activation> activation = parse_activation(name);
@@ -205,24 +206,27 @@ inline Check check_activation_input(const char* op, const In& z, const Activatio
   check.high_precision("z", z).axes("z", z, 2);
   if (check.failed()) return check;
   const int64_t inputs = z.dimensions()[z.dimensions().size() - 2];
-  return check.that(
+  check.that(
       inputs == activation->inputs(), "z",
       [&] { return std::to_string(activation->inputs()) + " in the axis before the last for " + std::string(name); },
       z);
+  if (absent(bias)) return check;
+  check.that(absent(scale), "bias", "none with a scale", bias);
+  return check.high_precision("bias", bias).size("bias", bias, 1, matrix(z, 2).cols);
 }
 
-inline Check check_activation_fwd(const In& z, const In& scale, Out& y, Out& y_t, Out& amax,
+inline Check check_activation_fwd(const In& z, const In& scale, const In& bias, Out& y, Out& y_t, Out& amax,
                                   const ActivationAttributes& attributes) {
-  Check check = check_activation_input("te_activation_fwd", z, attributes);
+  Check check = check_activation_input("te_activation_fwd", z, scale, bias, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
   return check_result(check, scale, "y", y, "y_t", y_t, amax, m.rows, matrix(z, 1).cols,
                       /*optional_y=*/true);
 }
 
-inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, Out& dz, Out& dz_t, Out& amax, Out& dbias,
-                                  const ActivationAttributes& attributes) {
-  Check check = check_activation_input("te_activation_bwd", z, attributes);
+inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, const In& bias, Out& dz, Out& dz_t,
+                                  Out& amax, Out& dbias, const ActivationAttributes& attributes) {
+  Check check = check_activation_input("te_activation_bwd", z, scale, bias, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
   check.high_precision("dy", dy).size("dy", dy, m.rows, matrix(z, 1).cols);

@@ -67,6 +67,12 @@ def implementation(request):
 DBIAS = (16 if testing.platforms() == ["cpu"] else 64) * EPS
 
 
+def bias_of(name, n, dtype=jnp.float32):
+    """[A, N], as large as z, so that one that is left out, or of the other input, shows."""
+    a = 2 if name.endswith("_linear") else 1
+    return jnp.asarray(np.random.default_rng(1).normal(0.0, 2.5, (a, n)), dtype)
+
+
 def inputs(name, shape, dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
     z = rng.normal(0.0, 2.5, (*shape[:-1], 2 if name.endswith("_linear") else 1, shape[-1]))
@@ -161,6 +167,94 @@ def test_op(name, dtype):
     )
 
 
+# The bias may have any dtype; sums that z's dtype can't hold are curved as they are.
+BIASED = [(i, n, s, d, F32) for i, n, s, d in CASES] + [
+    ("handler", "silu_linear", (5, 40), z, b) for z in DTYPES for b in (F16, BF16)
+]
+
+
+@pytest.mark.parametrize("implementation, name, shape, dtype, bias_dtype", BIASED, indirect=["implementation"])
+def test_bias(implementation, name, shape, dtype, bias_dtype):
+    z, dy = inputs(name, shape, dtype)
+    bias = bias_of(name, shape[-1], bias_dtype)
+    total = wide(jnp.asarray(z, F32) + jnp.asarray(bias, F32))  # in f32, as the kernels add
+    out = activation_fwd(z, None, bias, activation=name, amax=True)
+    assert out.y.shape == shape and out.y.dtype == dtype
+    assert_rounded(out.y, *exact_forward(name, total))
+    assert float(out.amax) == np.abs(wide(out.y)).max()
+
+    for in_place in (False, True):
+        d = activation_bwd(dy, z, None, bias, activation=name, amax=True, dbias=True, in_place=in_place)
+        dz = exact_backward(name, dy, total)
+        assert d.dz.shape == z.shape and d.dz.dtype == dtype and d.dbias.dtype == jnp.float32
+        rows = tuple(range(z.ndim - 2))
+        # Errors are relative to the slope's or the curve's terms, at most 1 + |z|, which may cancel; exact ones err by
+        # 1e-9, as their step makes them.
+        rounding = epsilon(dtype) * 1.01 * np.abs(dz) if dtype != F32 else 0.0
+        tiny = float(jnp.finfo(dtype).smallest_subnormal)
+        magnitude = np.abs(dz) + np.abs(wide(dy))[..., None, :] * (1 + np.abs(total)).max(-2, keepdims=True)
+        assert np.all(np.abs(wide(d.dz) - dz) <= DBIAS * magnitude + rounding + tiny + 1e-9)
+        assert np.all(np.abs(wide(d.dbias) - dz.sum(rows)) <= DBIAS * magnitude.sum(rows) + 1e-8)
+        assert float(d.amax) == np.abs(wide(d.dz)).max()
+
+
+@pytest.mark.parametrize(
+    "activations, dtype, bias_dtype",
+    [
+        (("gelu",), F32, F32),
+        (("silu", "linear"), F32, BF16),
+        (("silu", "linear"), BF16, F32),
+        (("squared_relu",), F16, F16),
+        (("clamped_silu", "clamped_linear"), BF16, BF16),
+        (("silu", "gelu"), F32, F32),  # no kernel has these
+        ((jnp.tanh, "linear"), BF16, F32),
+    ],
+)
+def test_op_with_bias(activations, dtype, bias_dtype):
+    name = "_linear" if len(activations) == 2 else ""
+    z, bias = inputs(name, (3, 7, 33), dtype)[0], bias_of(name, 33, bias_dtype)
+    functions = PLAIN | {"linear": lambda x: x, "clamped_silu": None}
+
+    def expected(z, bias):
+        z = z + bias
+        if activations[0] == "clamped_silu":
+            return plain(CLAMPED, z)
+        parts = [(functions[a] if isinstance(a, str) else a)(z[..., i, :]) for i, a in enumerate(activations)]
+        return parts[0] if len(parts) == 1 else parts[0] * parts[1]
+
+    # As in test_op. Without a kernel the sum is rounded too, and each factor, and their gradients on the way back.
+    roundings = 2 if fused_activation(activations) else 8
+    dtypes = epsilon(dtype), epsilon(bias_dtype)
+    check_op(
+        lambda z, bias: activation(z, activations, bias=bias),
+        expected,
+        (z, bias),
+        value_bound=max(roundings * dtypes[0], 16 * epsilon(F32)),
+        gradient_bound=max(roundings * max(dtypes), 16 * epsilon(F32)),
+        key=jax.random.key(0),
+    )
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("activations", [("silu", "linear"), ("silu", "gelu")], ids=["kernel", "no kernel"])
+def test_bias_sharded_is_unsharded(activations, explicit):
+    (z, dy), bias = inputs("silu_linear", (8, 5, 32)), bias_of("silu_linear", 32)
+
+    @jax.jit
+    def run(z, bias, dy):
+        y, vjp = jax.vjp(lambda z, bias: activation(z, activations, bias=bias), z, bias)
+        return y, vjp(dy)
+
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
+    with jax.default_device(mesh.devices.flat[0]):
+        expected = jax.device_get(run(z, bias, dy))
+    for of_bias in (P(), P(None, "model")):
+        with testing.on_mesh(mesh):
+            specs = P("data", None, None, "model"), of_bias, P("data", None, "model")
+            got = jax.device_get(run(*testing.shard(mesh, (z, bias, dy), specs)))
+        testing.assert_close(got, expected, 16 * EPS, str(of_bias))
+
+
 @pytest.mark.parametrize("fp8", [None, E5M2])
 @pytest.mark.parametrize("name", ["gelu", "silu_linear", CLAMPED])
 def test_kernels_agree_with_their_references(name, fp8):
@@ -171,6 +265,13 @@ def test_kernels_agree_with_their_references(name, fp8):
     check_kernel(activation_fwd, [z, scale], {**attributes, "y_t": fp8 is not None}, assert_same, specs=[z_spec, P()])
     attributes |= {"dz_t": fp8 is not None, "dbias": True}
     check_kernel(activation_bwd, [dy, z, scale], attributes, assert_same, specs=[dy_spec, z_spec, P()])
+    if fp8 is None:
+        bias, of_bias = bias_of(name, 32), P(None, "model")
+        forward = {"activation": name, "amax": True}
+        check_kernel(activation_fwd, [z, None, bias], forward, assert_same, specs=[z_spec, None, of_bias])
+        for spec in (of_bias, P()):
+            specs = [dy_spec, z_spec, None, spec]
+            check_kernel(activation_bwd, [dy, z, None, bias], attributes, assert_same, specs=specs)
 
 
 def test_relative_precision_of_the_tails(implementation):
@@ -249,8 +350,10 @@ def test_zero_rows(implementation, name, shape):
     z, dy = inputs(name, shape)
     out = activation_fwd(z, jnp.float32(1), activation=name, dtype=E4M3, y_t=True, amax=True)
     assert out.y.shape == shape and out.y_t.shape == (8, *shape[:-1]) and float(out.amax) == 0
-    d = activation_bwd(dy, z, None, activation=name, amax=True, dbias=True)
-    assert d.dz.shape == z.shape and float(d.amax) == 0 and not d.dbias.any()
+    for bias in (None, bias_of(name, shape[-1])):
+        assert activation_fwd(z, None, bias, activation=name).y.shape == shape
+        d = activation_bwd(dy, z, None, bias, activation=name, amax=True, dbias=True)
+        assert d.dz.shape == z.shape and float(d.amax) == 0 and not d.dbias.any()
 
 
 def test_activations_without_a_kernel():
@@ -278,6 +381,14 @@ def test_activations_without_a_kernel():
         "activation: z: expected f32, f16 or bf16, got int32": lambda z: activation(z.astype(int), "silu"),
         "activation_fwd: activation: expected one of": lambda z: activation_fwd(z, None, activation="linear"),
         r"activation_fwd: z: expected \[.., 2, N\]": lambda z: activation_fwd(z, None, activation="silu_linear"),
+        r"activation: bias: expected .*\[1, 8\], got float32\[8\]": lambda z: activation(z, "silu", bias=z[0, 0]),
+        r"activation: bias: expected .*, got int32": lambda z: activation(z, "silu", bias=z[0].astype(int)),
+        r"activation_fwd: bias: expected \[1, 8\], got \[1, 1\]": lambda z: activation_fwd(
+            z, None, z[0, :, :1], activation="silu"
+        ),
+        r"activation_bwd: bias: expected none with a scale": lambda z: activation_bwd(
+            z[:, 0], z, 1.0, z[0], activation="silu", dtype=E4M3
+        ),
         "activation_bwd: dtype: expected FP8 with a scale": lambda z: activation_bwd(
             z[:, 0], z, None, activation="silu", dtype=E4M3
         ),
@@ -289,9 +400,9 @@ def test_mistakes(message, call):
 
 
 CLAMP = {name: np.float32(value) for name, value in Clamp()._asdict().items()}
-FWD = {"z": ((3, 2, 8), F32), "scale": ABSENT}, {"y": ((3, 8), F32), "y_t": ABSENT, "amax": ABSENT}
+FWD = {"z": ((3, 2, 8), F32), "scale": ABSENT, "bias": ABSENT}, {"y": ((3, 8), F32), "y_t": ABSENT, "amax": ABSENT}
 BWD = (
-    {"dy": ((3, 8), F32), "z": ((3, 2, 8), F32), "scale": ABSENT},
+    {"dy": ((3, 8), F32), "z": ((3, 2, 8), F32), "scale": ABSENT, "bias": ABSENT},
     {"dz": ((3, 2, 8), F32), "dz_t": ABSENT, "amax": ABSENT, "dbias": ABSENT},
 )
 
@@ -305,6 +416,10 @@ BWD = (
         ("z", ((3, 2, 8), E4M3)),
         ("scale", ((), F32)),  # then the result has to be FP8
         ("scale", ((1,), F32)),
+        ("bias", ((8,), F32)),
+        ("bias", ((3, 2, 8), F32)),
+        ("bias", ((2, 8), jnp.int32)),
+        ("bias", ((2, 8), E4M3)),
         ("y", ((3, 7), F32)),
         ("y", ((3, 8), E4M3)),
         ("y_t", ((8, 3), E4M3)),
@@ -323,6 +438,14 @@ def test_malformed_calls_raise(argument, wrong):
             (operands if argument in operands else results)[argument] = wrong
             with pytest.raises(Exception, match=f"te_{name}: "):
                 call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP})
+
+
+def test_a_bias_with_a_scale_raises():
+    for name, (operands, results) in (("activation_fwd", FWD), ("activation_bwd", BWD)):
+        operands, result = {**operands, "scale": ((), F32), "bias": ((2, 8), F32)}, next(iter(results))
+        results = {**results, result: (results[result][0], E4M3)}
+        with pytest.raises(Exception, match=f"te_{name}: bias: expected none with a scale"):
+            call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP})
 
 
 @pytest.mark.parametrize("name", ["", "swish", "linear", "_linear", "gelu_", "gelu_linear_linear"])

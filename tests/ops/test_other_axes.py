@@ -23,9 +23,9 @@ CALLS = {
     "softmax_fwd y": ("softmax_fwd", [(1, 1, M, K), ABSENT, ABSENT], [(1, 1, M, K), ABSENT], SOFTMAX, 3),
     "softmax_bwd dy": ("softmax_bwd", [(1, 1, M, K)] * 2, [(1, 1, M, K), ABSENT], SOFTMAX, 0),
     "softmax_bwd dx": ("softmax_bwd", [(1, 1, M, K)] * 2, [(1, 1, M, K), ABSENT], SOFTMAX, 2),
-    "activation_fwd y": ("activation_fwd", [(M, 1, K), ABSENT], [X, ABSENT, ABSENT], ACTIVATION, 2),
-    "activation_bwd dy": ("activation_bwd", [X, (M, 1, K), ABSENT], [(M, 1, K), *[ABSENT] * 3], ACTIVATION, 0),
-    "activation_bwd dz": ("activation_bwd", [X, (M, 1, K), ABSENT], [(M, 1, K), *[ABSENT] * 3], ACTIVATION, 3),
+    "activation_fwd y": ("activation_fwd", [(M, 1, K), ABSENT, (1, K)], [X, ABSENT, ABSENT], ACTIVATION, 3),
+    "activation_bwd dy": ("activation_bwd", [X, (M, 1, K), ABSENT, (1, K)], [(M, 1, K), *[ABSENT] * 3], ACTIVATION, 0),
+    "activation_bwd dz": ("activation_bwd", [X, (M, 1, K), ABSENT, (1, K)], [(M, 1, K), *[ABSENT] * 3], ACTIVATION, 4),
     "rope y": ("rope_rotate", [(M, 1, K), (K // 2,), M], [(M, 1, K)], {"group": "alternate", "inverse": False}, 3),
 }
 

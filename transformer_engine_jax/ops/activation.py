@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.kernel import all_at_once, differentiable, kernel
 from transformer_engine_jax.ops.quantize import partial_sums
@@ -118,8 +119,8 @@ class ActivationBwd(NamedTuple):
     dbias: jax.Array | None  # f32[A, N] sum of dz over the leading axes, before the cast
 
 
-def _split(op: str, z, activation: str, clamp: Clamp) -> tuple[Point, Point | None]:
-    """The curve at z[0], and what it is multiplied by where the activation is gated."""
+def _split(op: str, z, scale, bias, activation: str, clamp: Clamp) -> tuple[Point, Point | None]:
+    """The curve at z[0], bias included, and what it is multiplied by where the activation is gated."""
     name = activation.removesuffix("_linear")
     inputs = 1 if name == activation else 2
     if name not in CURVES and activation != CLAMPED:
@@ -130,46 +131,55 @@ def _split(op: str, z, activation: str, clamp: Clamp) -> tuple[Point, Point | No
     if z.ndim < 2 or z.shape[-2] != inputs:
         raise ValueError(f"{op}: z: expected [.., {inputs}, N] for {activation!r}, got {list(z.shape)}")
     wide = z.astype(jnp.float32)
+    if bias is not None:
+        if bias.shape != z.shape[-2:]:
+            raise ValueError(f"{op}: bias: expected {list(z.shape[-2:])}, got {list(bias.shape)}")
+        if scale is not None:
+            raise ValueError(f"{op}: bias: expected none with a scale, as the product before adds it in FP8")
+        wide = wide + bias.astype(jnp.float32)
     if activation == CLAMPED:
         return _clamped_silu(wide[..., 0, :], clamp), _clamped_linear(wide[..., 1, :], clamp)
     return CURVES[name](wide[..., 0, :]), Point(wide[..., 1, :], jnp.float32(1.0)) if inputs == 2 else None
 
 
-@kernel("... a n, - -> ... n, n ..., -", whole="a", reduce={"amax": "max"})
+@kernel("... a n, -, a n -> ... n, n ..., -", whole="a", reduce={"amax": "max"})
 def activation_fwd(
-    z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, y=True, y_t=False, amax=False
-) -> ActivationFwd:
+    z, scale, bias=None, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, y=True, y_t=False,
+    amax=False,
+) -> ActivationFwd:  # fmt: skip
     """y from z[.., A, N]; with a scale f32[], y is FP8 (`dtype`), without it z's dtype or `dtype`.
 
-    Without y, amax is that of the values themselves, in f32.
+    Without y, amax is that of the values themselves, in f32. A bias[A, N] (f32, f16 or bf16; none with a scale) is
+    added to z in f32.
     """
-    curve, gate = _split("activation_fwd", z, activation, Clamp(limit, alpha, glu_linear_offset))
+    curve, gate = _split("activation_fwd", z, scale, bias, activation, Clamp(limit, alpha, glu_linear_offset))
     values = curve.value if gate is None else curve.value * gate.value
     return ActivationFwd(
         *store("activation_fwd", values, scale, dtype=dtype or z.dtype, k_axes=1, y=y, transposed=y_t, amax=amax)
     )
 
 
-def _scratch(dy, z, scale, *, dbias, **_) -> int:
+def _scratch(dy, z, *_, dbias, **__) -> int:
     return partial_sums(z, 2) if dbias else 0
 
 
 @kernel(
-    "... n, ... a n, - -> ... a n, a n ..., -, a n",
+    "... n, ... a n, -, a n -> ... a n, a n ..., -, a n",
     whole="a",
     reduce={"amax": "max", "dbias": "sum"},
     aliases={"z": "dz"},
     workspace=_scratch,
 )
 def activation_bwd(
-    dy, z, scale, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, dz=True, dz_t=False,
-    amax=False, dbias=False, in_place=False,
+    dy, z, scale, bias=None, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, dz=True,
+    dz_t=False, amax=False, dbias=False, in_place=False,
 ) -> ActivationBwd:  # fmt: skip
     """dz from dy[.., N] and z; with a scale f32[], dz is FP8 (`dtype`), without it z's dtype or `dtype`.
 
-    Without dz, amax is that of the values themselves, in f32. in_place: a dz of z's dtype takes z's buffer.
+    Without dz, amax is that of the values themselves, in f32. in_place: a dz of z's dtype takes z's buffer. A bias is
+    what `activation_fwd` added to z.
     """
-    curve, gate = _split("activation_bwd", z, activation, Clamp(limit, alpha, glu_linear_offset))
+    curve, gate = _split("activation_bwd", z, scale, bias, activation, Clamp(limit, alpha, glu_linear_offset))
     dy = dy.astype(jnp.float32)
     if gate is None:
         values = (dy * curve.slope)[..., None, :]
@@ -194,7 +204,7 @@ class Fused(NamedTuple):
 Activations = str | Callable | tuple[str | Callable, ...]
 
 
-def activation(z, activations: Activations, params: Mapping[str, float] | Clamp | None = None) -> jax.Array:
+def activation(z, activations: Activations, params: Mapping[str, float] | Clamp | None = None, bias=None) -> jax.Array:
     """The product of A activations, each of its own input.
 
     Args:
@@ -203,18 +213,28 @@ def activation(z, activations: Activations, params: Mapping[str, float] | Clamp 
         "clamped_linear") or functions of an array. One name, one name with "linear", and both clamped ones run a fused
         kernel; all others are plain JAX.
       params: of the clamped activations: limit, alpha, glu_linear_offset; see Clamp.
+      bias: [A, N] of any float dtype, or None: added to z, in the fused kernel without a rounding of the sum; its
+        gradient comes out of the kernel that computes z's. Elsewhere the sum is rounded to z's dtype.
 
     Returns:
-      [.., N] in z's dtype. Raises ValueError where z does not fit the activations, or params do not.
+      [.., N] in z's dtype. Raises ValueError where z does not fit the activations, or params or bias do not.
     """
     fused, activations = fused_activation(activations, params), as_tuple(activations)
-    z = jnp.asarray(z)
+    z, bias = jnp.asarray(z), None if bias is None else jnp.asarray(bias)
     if z.dtype not in [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]:
         raise ValueError(f"activation: z: expected f32, f16 or bf16, got {z.dtype}")
     if z.ndim < 2 or z.shape[-2] != len(activations):
         raise ValueError(f"activation: z: expected [.., {len(activations)}, N] for {activations}, got {list(z.shape)}")
+    if bias is not None:
+        if bias.shape != z.shape[-2:] or not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize == 1:
+            raise ValueError(
+                f"activation: bias: expected f32, f16 or bf16{list(z.shape[-2:])}, got {bias.dtype}{list(bias.shape)}"
+            )
+        bias = bias.astype(jnp.float32) if bias.dtype.itemsize > 4 else bias  # f64, where JAX has that
     if fused is not None:
-        return _activation(fused, z)
+        return _activation(fused, z, bias)
+    if bias is not None:
+        z = _biased(z, bias)
     functions = [a if callable(a) else functools.partial(_named, a, _clamp(activations, params)) for a in activations]
     return functools.reduce(operator.mul, [f(z[..., i, :]) for i, f in enumerate(functions)])
 
@@ -267,13 +287,24 @@ def _named(name: str, clamp: Clamp, x):
     return point.value.astype(x.dtype)
 
 
-def _activation_forward(fused: Fused, z):
+def _biased(z, bias):
+    """z + bias in plain JAX, rounded once."""
+    sharding = jax.typeof(z).sharding
+    if sharding.mesh.explicit_axes:
+        bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[-2:])))
+    return (z.astype(jnp.float32) + bias.astype(jnp.float32)).astype(z.dtype)
+
+
+def _activation_forward(fused: Fused, z, bias):
     # z's last use is the backward pass, which writes its gradient there.
-    return all_at_once(activation_fwd(z, None, **fused._asdict()).y, z)
+    y, z = all_at_once(activation_fwd(z, None, bias, **fused._asdict()).y, z)
+    return y, (z, bias)
 
 
-def _activation_backward(fused: Fused, z, dy):
-    return (activation_bwd(dy, z, None, **fused._asdict(), in_place=True).dz,)
+def _activation_backward(fused: Fused, residuals, dy):
+    z, bias = residuals
+    out = activation_bwd(dy, z, None, bias, **fused._asdict(), dbias=bias is not None, in_place=True)
+    return out.dz, None if bias is None else out.dbias.astype(bias.dtype)
 
 
 _activation = differentiable(_activation_forward, _activation_backward)
