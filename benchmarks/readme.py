@@ -47,6 +47,15 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "lost": lambda r: f"{r['lost']:.1%}",
         },
     ),
+    "precision": (
+        "A dense op with all its gradients, casts and states included",
+        {
+            "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
+            "FP8 ms": lambda r: f"{r['fp8_ms']:.3g}",
+            "bf16 ms": lambda r: f"{r['bf16_ms']:.3g}",
+            "speed-up": lambda r: f"{r['speedup']:.2f}",
+        },
+    ),
     "attention": (
         "Causal attention",
         {

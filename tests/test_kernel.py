@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.handlers import HANDLERS
-from transformer_engine_jax.kernel import differentiable, kernel, kernel_p
+from transformer_engine_jax.kernel import kernel, kernel_p
 from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, quantize
 
 KEY = jax.random.key(0)

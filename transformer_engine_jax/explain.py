@@ -244,8 +244,9 @@ def _note(call, operands) -> str:
 
 def _options(call) -> dict[str, Any]:
     """What does not show in the results' buffers already."""
-    defaults, seen = call.kernel.attribute_defaults, (*call.kernel.result_names, "dtype", "in_place")
-    return {k: v for k, v in call.attributes if k not in seen and (isinstance(v, bool) or v != defaults[k])}
+    defaults, seen = call.kernel.attribute_defaults, (*call.kernel.result_names, "dtype")
+    switch = lambda k, v: isinstance(v, bool) and k != "in_place"
+    return {k: v for k, v in call.attributes if k not in seen and (switch(k, v) or v != defaults[k])}
 
 
 def _axis_sizes(axes, operands) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """@kernel: one declaration turns a pure-JAX reference into an FFI call with shapes, sharding and batching.
 
-The only module that touches ffi_call, custom_partitioning, custom_vjp and JAX's primitives.
+The only module that touches ffi_call, custom_partitioning and JAX's primitives.
 
 A rule such as ``"... k, k, - -> ... k, -"`` names every axis of every operand and result:
 
@@ -33,6 +33,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transformer_engine_jax.differentiable import align
 from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 
 # True: compile the references instead of the handlers (testing.reference_kernels). Part of the jit cache key.
@@ -525,112 +526,3 @@ def _no_second_derivative(primals, tangents, *, call: _Call):
 
 
 ad.primitive_jvps[kernel_p] = _no_second_derivative
-
-
-# --- Differentiable ops ------------------------------------------------------------------------------------------
-
-
-def _is_array(x) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def align(*args: jax.Array) -> tuple[jax.Array, ...]:
-    """Makes arrays vary over the same manual mesh axes, so that AD sums the cotangents of replicated ones.
-
-    Constants among arrays on explicit mesh axes are put on that mesh, where their cotangents will be.
-    """
-    types = [jax.typeof(x) for x in args]
-    meshes = [t.sharding.mesh for t in types if t.sharding.mesh.explicit_axes]
-    varying = frozenset().union(*[t.manual_axis_type.varying for t in types])
-
-    def aligned(x, t):
-        if meshes and t.sharding.mesh.empty:
-            x = _put(x, NamedSharding(meshes[0], PartitionSpec(*[None] * t.ndim)))
-        missing = tuple(sorted(varying - t.manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return tuple(aligned(x, t) for x, t in zip(args, types))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """x on a mesh, where its cotangent stays: JAX would put that where x was, which vmap over the mesh can't."""
-    return jax.sharding.reshard(x, sharding)
-
-
-_put.defvjp(lambda x, sharding: (_put(x, sharding), None), lambda sharding, _, cotangent: (cotangent,))
-
-
-@jax.tree_util.register_static
-class _Shardings(tuple):
-    """Shardings of an op's arguments, None where one is not an array, as a static residual."""
-
-
-def _resharded(cotangent, sharding):
-    """The cotangent as its argument is sharded: a kernel's gradient under FSDP comes out whole. Explicit axes only."""
-    if cotangent is None or sharding is None or sharding.mesh.empty or jax.typeof(cotangent).sharding == sharding:
-        return cotangent
-    return jax.sharding.reshard(cotangent, sharding)
-
-
-def differentiable(forward: Callable, backward: Callable) -> Callable:
-    """An op from its two passes: ``op(static, *args)``.
-
-    Args:
-      forward: (static, *args) -> (output, residuals).
-      backward: (static, residuals, cotangent of the output) -> one cotangent (a pytree, or None) per arg.
-
-    `static` is any hashable value: what the op needs to know at trace time, grouped in one place. Inside a manual
-    shard_map, args that are arrays get summed cotangents where they are replicated; for other pytrees (states)
-    the backward itself must return what is the same on every shard.
-    """
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def op(static, *args):
-        return forward(static, *args)[0]
-
-    def op_forward(static, *args):
-        out, residuals = forward(static, *args)
-        return out, (residuals, _Shardings(tuple(jax.typeof(x).sharding if _is_array(x) else None for x in args)))
-
-    def op_backward(static, saved, cotangent):
-        residuals, shardings = saved
-        return tuple(map(_resharded, backward(static, residuals, cotangent), shardings))
-
-    op.defvjp(op_forward, op_backward)
-
-    @functools.wraps(forward)
-    def aligned(static, *args):
-        arrays = iter(align(*[x for x in args if _is_array(x)]))
-        return op(static, *[next(arrays) if _is_array(x) else x for x in args])
-
-    return aligned
-
-
-# --- Order -------------------------------------------------------------------------------------------------------
-
-
-def all_at_once(*values):
-    """The values, none of which is used before all are there.
-
-    On one device XLA computes first what leads on to the inputs' gradients, and last of all the gradients of weights
-    (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices the
-    order is left to it: there it hides the collectives of one gradient behind the products of others.
-    """
-    return jax.lax.optimization_barrier(values) if jax.device_count() == 1 else values
-
-
-def _in_order_forward(_, *values):
-    return values, None
-
-
-def _in_order_backward(_, residuals, cotangents):
-    return all_at_once(*cotangents)
-
-
-_in_order = differentiable(_in_order_forward, _in_order_backward)
-
-
-def gradients_at_once(*values: Any) -> tuple[Any, ...]:
-    """The values, none of whose gradients is used before all are there; see all_at_once. Only of arrays."""
-    return _in_order(None, *values) if all(map(_is_array, values)) else values

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import set_current_trace
 
 from transformer_engine_jax.autocast import autocast, current
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.state import BINS, Scales, in_threes, mend_state, packed, read, unpacked, update_state
 from transformer_engine_jax.recipe import DelayedScaling, Recipe, delayed_scale
 
@@ -44,17 +44,21 @@ class QuantizerState:
     @property
     def scale(self) -> jax.Array:
         """f32[] multiply by this before the cast."""
-        return unpacked(self.packed)[0]
+        return self._named()[0]
 
     @property
     def uses(self) -> jax.Array:
         """f32[] how many updated states were added up here; 1 unless `attach` could not prevent it."""
-        return unpacked(self.packed)[1]
+        return self._named()[1]
 
     @property
     def amax_history(self) -> jax.Array:
         """f32[H] newest first, behind the slot that the coming step fills."""
-        return unpacked(self.packed)[2]
+        return self._named()[2]
+
+    def _named(self) -> tuple:
+        abstract = isinstance(self.packed, jax.ShapeDtypeStruct)  # of jax.eval_shape
+        return jax.eval_shape(unpacked, self.packed) if abstract else unpacked(self.packed)
 
     @property
     def history_len(self) -> int:

@@ -172,7 +172,7 @@ def test_sharded_is_the_layer(tmp_path, monkeypatch):
 
 
 def test_names_of_contenders():
-    ours = ["te-bf16", "te-delayed", "te-delayed-fast", "te-delayed-dpa", "te-current"]
+    ours = ["te-bf16", "te-delayed", "te-delayed-fast", "te-delayed-split", "te-delayed-dpa", "te-current"]
     assert command.chosen(["te", "flax"], peers.CONTENDERS) == [*ours, "flax"]
     assert command.chosen(["bf16,fp8"], gemm.CONTENDERS) == ["bf16", "fp8-fast", "fp8-split", "fp8-xla"]
     with pytest.raises(SystemExit, match="expected some of flax, flax-fp8, .* got 'torch'"):

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.kernel import all_at_once, differentiable, kernel
+from transformer_engine_jax.differentiable import all_at_once, differentiable
+from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.quantize import partial_sums
 from transformer_engine_jax.ops.result import store
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.kernel import all_at_once, differentiable
+from transformer_engine_jax.differentiable import all_at_once, differentiable
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.quantize import Cast, named, observe, quantize_for, watch, watch_gradient

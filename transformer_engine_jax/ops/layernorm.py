@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.kernel import differentiable, kernel
+from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.result import store
 
 # --- Kernels -----------------------------------------------------------------------------------------------------

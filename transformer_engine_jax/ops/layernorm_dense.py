@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.kernel import differentiable, gradients_at_once
+from transformer_engine_jax.differentiable import differentiable, gradients_at_once
 from transformer_engine_jax.ops.activation import (
     Activations,
     Clamp,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.dense import Dense, Saved, arrays, check_dense, dense, dense_backward, matmul, save
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import set_current_trace, take_current_trace
 
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.quantized import kept_on
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.kernel import differentiable, kernel, pmax
+from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.kernel import kernel, pmax
 from transformer_engine_jax.ops.state import Scales, current_scale, report
 from transformer_engine_jax.quantized import QuantizedTensor, Quantizer, QuantizerSpec
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.kernel import differentiable, kernel
+from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.kernel import kernel
 
 GROUPS = ("consecutive", "alternate")
 _FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]

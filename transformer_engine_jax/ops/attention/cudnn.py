@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.kernel import differentiable, kernel
+from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.backends import visibility_form
 from transformer_engine_jax.ops.attention.cudnn_dropout import attention_with_dropout
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened

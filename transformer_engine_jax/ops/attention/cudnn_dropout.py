@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fwd
 from transformer_engine_jax.ops.attention.options import Attention
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.differentiable import differentiable
 
 ALL, FIRST, SECOND = (0, 2), (0, 1), (1, 2)  # from and to which half of a device's tokens
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from transformer_engine_jax.kernel import differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, is_fp8, observe, quantize, quantizer_scale
