@@ -108,6 +108,14 @@ def test_nnx_decides_likewise(on_gpu):
     assert sum("precision: high" in row.why for row in rows if row.name == "dot_general") >= 4
 
 
+def test_sizes_that_are_not_known_yet(on_gpu):
+    module, (tokens,) = te_flax.DenseGeneral(features=32), jax.export.symbolic_shape("tokens")
+    with te.autocast(True):
+        variables = steps.init(module, X[0], rec=DELAYED)
+        rows = te.explain(module.apply, variables, jax.ShapeDtypeStruct((tokens, 64), jnp.bfloat16)).rows
+    assert [row.why for row in rows if row.name == "gemm"] == ["precision: fp8 (sizes are known at run time only)"]
+
+
 def test_gain_follows_what_was_measured():
     """Where FP8 or bf16 was at least a tenth faster, that is what is chosen."""
     rows = json.loads(MEASURED.read_text())["rows"]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.decisions import decided
@@ -65,6 +66,8 @@ def in_fp8(*groups: Sequence[Product]) -> tuple[bool, contextlib.AbstractContext
     if callable(asked):
         fp8 = all(asked(*product) for group in groups for product in group)
         return fp8, decided("precision", "fp8" if fp8 else "high", "as the recipe's fp8_gemms says")
+    if not all(isinstance(size, int | np.integer) for group in groups for product in group for size in product):
+        return True, decided("precision", "fp8", "sizes are known at run time only")
     devices = jax.sharding.get_abstract_mesh().size or 1
     saved = sum(gain(group, devices) for group in groups) * 1e6
     why = f"FP8 saves about {saved:.0f} us a step" if saved >= 0 else f"FP8 would cost about {-saved:.0f} us a step"
