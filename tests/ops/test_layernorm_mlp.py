@@ -303,3 +303,18 @@ def test_lists_and_an_integer_epsilon_will_do(fp8):
     run = partial(layernorm_mlp, quantizers=quantizers, residual=True)
     got = run(*jax.tree.map(lambda a: a.tolist(), arrays), norm_options=Norm(0))
     testing.assert_same_bytes(got, run(*arrays, norm_options=Norm(0.0)))
+
+
+def test_plain_jax_has_tangents_and_second_derivatives():
+    (x, _, _, kernels, biases), _ = inputs("layernorm gelu")
+
+    def loss(x):
+        return jnp.sum(layernorm_mlp(x, None, None, kernels, biases, activations=(jnp.tanh,), norm_options=None) ** 2)
+
+    (direction,) = emulated.normal(3, x.shape)
+    along = jax.jvp(loss, (x,), (direction,))[1]
+    testing.assert_close(along, jnp.vdot(jax.grad(loss)(x), direction), 2.0**-14)
+    twice = jax.jvp(jax.grad(loss), (x,), (direction,))[1]
+    step = 1e-2
+    slope = (jax.grad(loss)(x + step * direction) - jax.grad(loss)(x - step * direction)) / (2 * step)
+    testing.assert_close(twice, slope, 2e-2)
