@@ -1,4 +1,4 @@
-"""Choices that an op makes while it is traced, kept in the names of what it traces: explain and profiles show them."""
+"""Choices made while tracing: by the platform, and kept in the names of what is traced, where explain shows them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ import re
 import jax
 
 _FORM = re.compile(r"\w+: [\w-]+ \(.*\)")
+
+
+def platform() -> str:
+    """Where JAX computes here, at trace time, by the mesh in force or the default device: "cpu", "gpu", ..."""
+    meshed = jax.sharding.get_abstract_mesh().abstract_device
+    if meshed is not None and meshed.platform is not None:
+        return meshed.platform
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
 
 
 def decided(what: str, choice: str, why: str) -> contextlib.AbstractContextManager:

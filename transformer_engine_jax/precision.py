@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.decisions import decided
-from transformer_engine_jax.ops.attention.backends import platform
+from transformer_engine_jax.decisions import decided, platform
 
 
 class Product(NamedTuple):

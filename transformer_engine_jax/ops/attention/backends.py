@@ -7,6 +7,7 @@ import warnings
 
 import jax
 
+from transformer_engine_jax.decisions import platform
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
@@ -45,17 +46,6 @@ def attention_backend(
         if cannot:
             return "reference", why + instead
     return "cudnn", f"cuDNN's flash attention has all that is asked for{instead}"
-
-
-def platform() -> str:
-    """Where JAX computes here, at trace time, by the mesh in force or the default device: "cpu", "gpu", ..."""
-    meshed = jax.sharding.get_abstract_mesh().abstract_device
-    if meshed is not None and meshed.platform is not None:
-        return meshed.platform
-    device = jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
 
 
 def from_hopper_on() -> bool:
