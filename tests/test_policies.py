@@ -40,8 +40,14 @@ def rerun(module, variables, policy) -> dict[str, int]:
     return {name: count for name, count in extra.items() if name in (*QUANTIZING, "gemm")}
 
 
+@pytest.fixture(params=[1, 8], ids=["one device", "several"])
+def devices(request, monkeypatch):
+    """Gradients are held together on one device alone; a barrier there must not run anything twice."""
+    monkeypatch.setattr(jax, "device_count", lambda: request.param)
+
+
 @pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
-def test_what_runs_twice(rec):
+def test_what_runs_twice(rec, devices):
     def twice(name, policy):
         with steps.autocast(rec):
             return rerun(MODULES[name], steps.init(MODULES[name], X, rec=rec), policy)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -100,7 +102,33 @@ def all_at_once(*values):
     (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices the
     order is left to it: there it hides the collectives of one gradient behind the products of others.
     """
-    return jax.lax.optimization_barrier(values) if jax.device_count() == 1 else values
+    if jax.device_count() > 1:
+        return values
+    leaves, tree = jax.tree.flatten(values)
+    return jax.tree.unflatten(tree, all_at_once_p.bind(*leaves))
+
+
+# A barrier of XLA's, but one that lets go of what nobody uses: a rematerialised block that wants one of the values must
+# not compute the others again.
+all_at_once_p = Primitive("te_all_at_once")
+all_at_once_p.multiple_results = True
+all_at_once_p.def_impl(lambda *values: list(values))
+all_at_once_p.def_abstract_eval(lambda *values: list(values))
+mlir.register_lowering(
+    all_at_once_p, mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values), multiple_results=True)
+)
+batching.primitive_batchers[all_at_once_p] = lambda values, axes: (all_at_once_p.bind(*values), axes)
+ad.primitive_jvps[all_at_once_p] = lambda values, tangents: (all_at_once_p.bind(*values), tangents)
+
+
+def _without_unused(used: list[bool], eqn):
+    if not any(used):
+        return used, None
+    kept = lambda variables: [v for v, keep in zip(variables, used) if keep]
+    return used, eqn.replace(invars=kept(eqn.invars), outvars=kept(eqn.outvars))
+
+
+partial_eval.dce_rules[all_at_once_p] = _without_unused
 
 
 def _in_order_forward(_, *values):
