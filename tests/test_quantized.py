@@ -132,7 +132,7 @@ def used(state, amax, times=1):
     def use(quantizer):
         return jnp.zeros(())
 
-    use.defvjp(lambda q: (jnp.zeros(()), q), lambda q, g: (observe(q, jnp.float32(amax)),))
+    use.defvjp(lambda q: (jnp.zeros(()), q), lambda q, g: (*observe([q], [jnp.float32(amax)]),))
     quantizer = attach([state], [spec()])[0]
     return sum(use(quantizer) for _ in range(times))
 

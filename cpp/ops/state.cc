@@ -48,6 +48,21 @@ ffi::Error run(const States& states, void (*one)(const StateBuffers&, int64_t, c
 
 }  // namespace
 
+ffi::Error ReportAmax(In a0, In a1, In a2, Out r0, Out r1, Out r2) {
+  Reports all;
+  for (const Check& check : {add_report(all, a0, r0), add_report(all, a1, r1), add_report(all, a2, r2)}) {
+    if (check.failed()) return check.error();
+  }
+  for (int i = 0; i < all.count; ++i) {
+    std::fill_n(all.report[i], all.rows * all.bins, 0.f);
+    for (int64_t row = 0; row < all.rows; ++row) {
+      const float amax = all.amax[i][row];
+      if (const int bin = bin_of(amax, all.bins); bin >= 0) all.report[i][row * all.bins + bin] = amax;
+    }
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error UpdateState(In r0, In s0, In r1, In s1, In r2, In s2, Out next0, Out next1, Out next2, StateAttributes a) {
   States states(a);
   for (const Check& check :
@@ -83,5 +98,6 @@ ffi::Error CurrentScale(In amax, Out scale, Out scale_inv, CurrentScaleAttribute
 }  // namespace te
 
 TE_HANDLER(current_scale, CurrentScale)
+TE_HANDLER(report_amax, ReportAmax)
 TE_HANDLER(update_state, UpdateState)
 TE_HANDLER(mend_state, MendState)

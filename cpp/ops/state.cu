@@ -19,6 +19,14 @@ __device__ __forceinline__ float largest_of_block(float value) {
   return value;
 }
 
+__global__ void __launch_bounds__(kThreads) report_amaxes(const Reports all) {
+  const int64_t row = blockIdx.x;
+  const float amax = all.amax[blockIdx.y][row];
+  float* const report = all.report[blockIdx.y] + row * all.bins;
+  const int here = bin_of(amax, all.bins);
+  for (int bin = threadIdx.x; bin < all.bins; bin += kThreads) report[bin] = bin == here ? amax : 0.f;
+}
+
 __global__ void __launch_bounds__(kThreads) update_states(const States all) {
   const StateBuffers& s = all.state[blockIdx.y];
   const int64_t row = blockIdx.x, length = all.length;
@@ -73,14 +81,23 @@ __global__ void current_scales(const float* amax, CurrentScaleAttributes a, floa
 
 namespace {
 
-ffi::Error run(cudaStream_t stream, const States& states, void (*kernel)(States)) {
-  if (states.count == 0 || states.rows == 0) return ffi::Error::Success();
-  kernel<<<dim3(static_cast<unsigned>(states.rows), states.count), kThreads, 0, stream>>>(states);
+template <typename All>
+ffi::Error run(cudaStream_t stream, const All& all, void (*kernel)(All)) {
+  if (all.count == 0 || all.rows == 0) return ffi::Error::Success();
+  kernel<<<dim3(static_cast<unsigned>(all.rows), all.count), kThreads, 0, stream>>>(all);
   TE_CUDA_CHECK(cudaGetLastError());
   return ffi::Error::Success();
 }
 
 }  // namespace
+
+ffi::Error ReportAmax(cudaStream_t stream, In a0, In a1, In a2, Out r0, Out r1, Out r2) {
+  Reports all;
+  for (const Check& check : {add_report(all, a0, r0), add_report(all, a1, r1), add_report(all, a2, r2)}) {
+    if (check.failed()) return check.error();
+  }
+  return run(stream, all, report_amaxes);
+}
 
 ffi::Error UpdateState(cudaStream_t stream, In r0, In s0, In r1, In s1, In r2, In s2, Out next0, Out next1, Out next2,
                        StateAttributes a) {
@@ -117,5 +134,6 @@ ffi::Error CurrentScale(cudaStream_t stream, In amax, Out scale, Out scale_inv, 
 }  // namespace te
 
 TE_HANDLER(current_scale, CurrentScale)
+TE_HANDLER(report_amax, ReportAmax)
 TE_HANDLER(update_state, UpdateState)
 TE_HANDLER(mend_state, MendState)

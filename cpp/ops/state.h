@@ -1,10 +1,11 @@
-// te_update_state, te_mend_state, te_current_scale: the arithmetic between an amax and a scale, in one place for CPU
-// and CUDA, so that both give the same bits (XLA's division on GPUs is not correctly rounded). Any leading axes are so
-// many states. A state is one row of numbers, [scale, uses, history...]: kScale, kUses, kHistory.
+// te_report_amax, te_update_state, te_mend_state, te_current_scale: the arithmetic between an amax and a scale, in one
+// place for CPU and CUDA, so that both give the same bits (XLA's division on GPUs is not correctly rounded). Any
+// leading axes are so many states. A state is one row of numbers, [scale, uses, history...]: kScale, kUses, kHistory.
 //
-//   te_update_state: for each of up to three states: reports f32[.., bins], state f32[.., 2 + H] -> state f32[.., 2 +
-//   H] te_mend_state:   for each of up to three states: state f32[.., 2 + H]
-//                      -> scale f32[..], scale_inv f32[..], state f32[.., 2 + H]
+//   te_report_amax:   for each of up to three: amax f32[..] -> report f32[.., bins]
+//   te_update_state:  for each of up to three: reports f32[.., bins], state f32[.., 2 + H] -> state f32[.., 2 + H]
+//   te_mend_state:    for each of up to three: state f32[.., 2 + H]
+//                     -> scale f32[..], scale_inv f32[..], state f32[.., 2 + H]
 //   te_current_scale: amax f32[..] -> scale f32[..], scale_inv f32[..]
 //
 // What the numbers mean is said in transformer_engine_jax/quantized.py.
@@ -51,6 +52,15 @@ struct States {
   explicit States(const StateAttributes& a) : two_to_margin(a.two_to_margin), most_recent(a.most_recent) {}
 };
 
+// The amaxes of one call and their reports.
+struct Reports {
+  const float* amax[kMostStates];
+  float* report[kMostStates];
+  int count = 0;
+  int64_t rows = 0;
+  int bins = 0;
+};
+
 struct CurrentScaleAttributes {
   float fp8_max;
   float amax_epsilon;  // amaxes below it count as it
@@ -69,6 +79,15 @@ TE_EVERYWHERE float bin_edge(int bin, int bins) {
   float edge;
   memcpy(&edge, &bits, sizeof edge);
   return edge;
+}
+
+// The bin that reports an amax, -1 for 0, NaN and Inf, which none does.
+TE_EVERYWHERE int bin_of(float amax, int bins) {
+  if (!finite_positive(amax)) return -1;
+  uint32_t bits;
+  memcpy(&bits, &amax, sizeof bits);
+  const int bin = static_cast<int>(bits >> kReportShift) - kReportFirst;
+  return bin < 0 ? 0 : bin >= bins ? bins - 1 : bin;
 }
 
 TE_EVERYWHERE float next_scale(float amax, float old_scale, float fp8_max, float two_to_margin) {
@@ -113,6 +132,22 @@ inline Check check_current_scale(const In& amax, Out& scale, Out& scale_inv) {
 }
 
 inline int64_t states_of(const In& amax) { return static_cast<int64_t>(amax.element_count()); }
+
+// Adds an amax to `reports`, unless it is absent; the first may not be.
+inline Check add_report(Reports& reports, const In& amax, Out& report) {
+  Check check("te_report_amax");
+  if (reports.count && absent(amax)) return check;
+  check.dtype("amax", amax, DType::F32).dtype("report", *report, DType::F32).axes("report", *report, 1);
+  if (check.failed()) return check;
+  const Matrix m = matrix(report, 1);
+  if (reports.count == 0) reports.rows = states_of(amax), reports.bins = static_cast<int>(m.cols);
+  check.that(states_of(amax) == reports.rows, "amax", "the shape of the first", amax);
+  check.that(m.rows == reports.rows && m.cols == reports.bins, "report", "a row of bins for each amax", *report);
+  if (check.failed()) return check;
+  reports.amax[reports.count] = amax.typed_data<float>();
+  reports.report[reports.count++] = report->typed_data<float>();
+  return check;
+}
 
 // Adds a state to `states`, unless it is absent; the first may not be.
 inline Check add_state(States& states, const char* op, const In& state, Out& next, StateBuffers buffers) {

@@ -13,6 +13,7 @@ from transformer_engine_jax.ops.state import (
     mend_state,
     packed,
     report,
+    report_amax,
     unpacked,
     update_state,
 )
@@ -25,6 +26,24 @@ def on_each_platform(f, *args):
     for platform in testing.platforms():
         with jax.default_device(jax.devices(platform)[0]):
             yield f(*jax.device_put(args, jax.devices(platform)[0]))
+
+
+def test_reports_are_one_hot():
+    """Those of one call, with axes before them or without, each in the bin of its leading bits; none of bad amaxes."""
+    bad = np.float32([0, np.nan, np.inf, -1])
+    amaxes = np.stack([AMAXES[:4], AMAXES[4:8], bad])
+    bins = np.clip((AMAXES[:8].view(np.int32) >> 21) - (127 - 64) * 4, 0, BINS - 1)
+    expected = np.zeros((3, 4, BINS), np.float32)
+    expected.reshape(12, BINS)[np.arange(8), bins] = AMAXES[:8]
+    for out in on_each_platform(lambda x: report_amax(*x), jnp.asarray(amaxes)):
+        np.testing.assert_array_equal(out, expected)
+    for out in on_each_platform(report_amax, jnp.asarray(AMAXES[5])):
+        np.testing.assert_array_equal(out.report_0, expected[1, 1])
+        assert out.report_1 is None and out.report_2 is None
+    edges = np.float32([1e-30, 2.0**-64, 3e38])
+    for out in on_each_platform(report_amax, jnp.asarray(edges)):
+        np.testing.assert_array_equal(np.argmax(out.report_0, axis=1), [0, 0, BINS - 1])
+        np.testing.assert_array_equal(np.max(out.report_0, axis=1), edges)
 
 
 @pytest.mark.parametrize("most_recent", [False, True])

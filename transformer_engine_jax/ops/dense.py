@@ -54,7 +54,11 @@ def matmul(
     residual=None,
     in_place: bool = False,
 ) -> jax.Array:
-    """a[m.., k..] b[n.., k..]^T + bias[n..] + residual[m.., n..] -> [m.., n..], in_place: in residual's buffer."""
+    """a[m.., k..] b[n.., k..]^T + bias[n..] + residual[m.., n..] -> [m.., n..], in_place: in residual's buffer.
+
+    The bias is added as `dtype`, as cuBLASLt has it, and as the field does.
+    """
+    bias = None if bias is None else bias.astype(dtype)
     return gemm(
         a.data,
         b.data,
@@ -102,11 +106,7 @@ def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None):
     )
     dx, dkernel = all_at_once(dx, dkernel)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
-    reports = GemmQuantizers(
-        observe(quantizers.x, saved.x_amax),
-        observe(quantizers.kernel, saved.kernel_amax),
-        observe(quantizers.grad, cast_dy.amax),
-    )
+    reports = GemmQuantizers(*observe(quantizers, (saved.x_amax, saved.kernel_amax, cast_dy.amax)))
     return dx, (None, dbias, dkernel) if accumulates else (dkernel, dbias, None), reports
 
 
@@ -189,7 +189,7 @@ def dense(
 
     Args:
       x: f32, f16 or bf16.
-      kernel, bias: any float dtype; bias may be None. Accumulating(kernel, main_grad) stands for a kernel whose
+      kernel, bias: any float dtype; bias may be None, and is added in x's. Accumulating(kernel, main_grad) stands for a kernel whose
         gradient is added to main_grad, and comes out as the gradient of that.
       k_axes: how many axes are contracted.
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.

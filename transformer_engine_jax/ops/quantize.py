@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel, pmax
-from transformer_engine_jax.ops.state import Scales, current_scale, report
+from transformer_engine_jax.ops.state import Scales, current_scale, report_amax
 from transformer_engine_jax.quantized import QuantizedTensor, Quantizer, QuantizerSpec
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
@@ -206,13 +206,18 @@ def quantize_stack_for(quantizer: Quantizer, parts: Sequence[jax.Array], *, cols
     return cast_result(scales, out.q, out.q_t, out.amax, out.colsum)
 
 
-def observe(quantizer: Quantizer, amax: jax.Array) -> Quantizer:
-    """The cotangent of a Quantizer: the report of what was observed."""
-    if quantizer.scale is None:
-        return quantizer
-    amax = reduce_amax(amax, quantizer.spec, like=quantizer.scale)
-    zero = jnp.zeros_like(quantizer.scale)
-    return Quantizer(zero, zero, report(amax), quantizer.spec)
+def observe(quantizers: Sequence[Quantizer], amaxes: Sequence[jax.Array]) -> list[Quantizer]:
+    """The cotangents of up to three Quantizers of one recipe: reports of what was observed."""
+    scales = [quantizer.scale for quantizer in quantizers]
+    if scales[0] is None:
+        return list(quantizers)
+    varying = [jax.typeof(scale).manual_axis_type for scale in scales]
+    if len(set(varying)) > 1:  # one launch makes its results alike
+        return [observe([quantizer], [amax])[0] for quantizer, amax in zip(quantizers, amaxes)]
+    amaxes = [reduce_amax(amax, q.spec, like=q.scale) for amax, q in zip(amaxes, quantizers)]
+    reports = report_amax(*amaxes)
+    zeros = map(jnp.zeros_like, scales)
+    return [Quantizer(zero, zero, report, q.spec) for zero, report, q in zip(zeros, reports, quantizers)]
 
 
 def _watch_forward(_, x, quantizer):
@@ -221,7 +226,7 @@ def _watch_forward(_, x, quantizer):
 
 def _watch_backward(_, residuals, cotangent):
     quantizer, amax_of_x = residuals
-    return cotangent, observe(quantizer, amax_of_x)
+    return cotangent, *observe([quantizer], [amax_of_x])
 
 
 def _watch_gradient_forward(_, y, quantizer):
@@ -229,7 +234,7 @@ def _watch_gradient_forward(_, y, quantizer):
 
 
 def _watch_gradient_backward(_, quantizer, cotangent):
-    return cotangent, observe(quantizer, amax(cotangent))
+    return cotangent, *observe([quantizer], [amax(cotangent)])
 
 
 _watch = differentiable(_watch_forward, _watch_backward)

@@ -28,11 +28,11 @@ _FIRST = (127 - 64) * 4
 
 
 def report(amax: jax.Array) -> jax.Array:
-    """amax f32[] as f32[bins] that may be added to other reports; all zeros for 0, NaN and Inf."""
+    """amax f32[..] as f32[.., bins] that may be added to other reports; all zeros for 0, NaN and Inf."""
     usable = jnp.isfinite(amax) & (amax > 0)
     bits = jax.lax.bitcast_convert_type(jnp.where(usable, amax, 0.0), jnp.int32)
     bin_ = jnp.clip((bits >> _SHIFT) - _FIRST, 0, BINS - 1)
-    return jnp.where((jnp.arange(BINS) == bin_) & usable, amax, 0.0)
+    return jnp.where((jnp.arange(BINS) == bin_[..., None]) & usable[..., None], amax[..., None], 0.0)
 
 
 def read(reports: jax.Array) -> jax.Array:
@@ -42,6 +42,12 @@ def read(reports: jax.Array) -> jax.Array:
 
 
 # --- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+class Reports(NamedTuple):
+    report_0: jax.Array  # f32[.., bins]
+    report_1: jax.Array | None
+    report_2: jax.Array | None
 
 
 class UpdatedStates(NamedTuple):
@@ -75,8 +81,9 @@ class Scales(NamedTuple):
     scale_inv: jax.Array  # f32[..]
 
 
-# The states of one GEMM, up to three, take one launch: state 0 is there, 1 and 2 may be None. A state is one array, its
-# scale, its uses and its history one after the other: each array that a step takes and returns costs the host 10 us.
+# What belongs to one GEMM, up to three tensors, takes one launch: number 0 is there, 1 and 2 may be None. A state is
+# one array, its scale, its uses and its history one after the other: each array that a step takes and returns costs
+# the host 10 us.
 
 
 def packed(scale: jax.Array, uses: jax.Array, history: jax.Array) -> jax.Array:
@@ -87,6 +94,12 @@ def packed(scale: jax.Array, uses: jax.Array, history: jax.Array) -> jax.Array:
 def unpacked(state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(scale, uses, history) of `packed`."""
     return state[..., 0], state[..., 1], state[..., 2:]
+
+
+@kernel(f"{', '.join(3 * ['...'])} -> {', '.join(3 * ['... r'])}")
+def report_amax(amax_0, amax_1=None, amax_2=None) -> Reports:
+    """`report` of each."""
+    return Reports(*[None if amax is None else report(amax) for amax in (amax_0, amax_1, amax_2)])
 
 
 @kernel(f"{', '.join(3 * ['... r, ... h'])} -> {', '.join(3 * ['... h'])}", whole="rh")

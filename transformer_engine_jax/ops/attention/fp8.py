@@ -69,7 +69,7 @@ def _backward(static: Flash, residuals, do):
     stats, query, key, value, (o, o_descale), quantizers, amaxes, q_len, k_len = residuals
     o = _wide(o, o_descale, query.dtype)
     grads = static.gradients(stats, query, key, value, o, do, None, q_len, k_len)
-    return *grads, tuple(map(observe, quantizers, amaxes)), None, None
+    return *grads, tuple(observe(quantizers, amaxes)), None, None
 
 
 _attention = differentiable(_forward, _backward)
