@@ -99,14 +99,25 @@ class Kernel:
     """A declared kernel: called like its reference, it runs the platform's FFI handler ``te_<name>``."""
 
     def __init__(
-        self, reference: Callable, rule: str, whole, reduce, once, by_shard, platforms, workspace, note, aliases
+        self,
+        reference: Callable,
+        rule: str,
+        whole,
+        reduce,
+        once,
+        by_shard,
+        platforms,
+        workspace,
+        note,
+        aliases,
+        prepared,
     ):
         functools.update_wrapper(self, reference)
         self.reference, self.rule, self.name = reference, rule, reference.__name__
         self.operands, self.results = _parse(rule)
         self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
         self.by_shard, self.platforms, self.note = dict(by_shard), frozenset(platforms), note
-        self.aliases = dict(aliases)
+        self.aliases, self.prepared = dict(aliases), prepared
         parameters = inspect.signature(reference).parameters.values()
         operands = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.operand_names = [p.name for p in operands]
@@ -161,6 +172,7 @@ def kernel(
     workspace: Callable[..., int] | None = None,
     note: Callable[..., str] | None = None,
     aliases: Mapping[str, str] | None = None,
+    prepared: bool = False,
 ) -> Callable[[Callable], Kernel]:
     """Declares a kernel by its reference.
 
@@ -178,9 +190,11 @@ def kernel(
       note: what `explain` says of a call on CUDA, from the same; "" where there is nothing to say.
       aliases: operand -> the result that takes its buffer, where the attribute `in_place` asks for it and they are of
         one shape and dtype. Handlers then read each element before they write it.
+      prepared: the CUDA handler has work to do once for calls like this one, before the first: when the program is
+        compiled it is told their dtypes and shapes by the attribute `buffers`.
     """
     return lambda reference: Kernel(
-        reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note, aliases or {}
+        reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note, aliases or {}, prepared
     )
 
 
@@ -271,6 +285,20 @@ def _aliases(call: _Call, operands: Sequence[Any], results: Sequence[Any]) -> di
     return {o: r for o, r in pairs if layout(operands[o]) == layout(results[r])}
 
 
+# XLA's numbers of dtypes (PrimitiveType in xla_data.proto), as the handlers have them.
+_DTYPE_NUMBERS = {
+    "int32": 4, "uint8": 6, "uint32": 8, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e5m2": 19,
+    "float8_e4m3fn": 20,
+}  # fmt: skip
+
+
+def _described(buffers: Sequence[Any]) -> np.ndarray:
+    """i64[..] of each buffer its dtype, its rank and its dimensions; empty where some are not known yet."""
+    numbers = [[_DTYPE_NUMBERS[np.dtype(x.dtype).name], len(x.shape), *x.shape] for x in buffers]
+    known = all(isinstance(n, int) for of_one in numbers for n in of_one)
+    return np.array([n for of_one in numbers for n in of_one] if known else [], np.int64)
+
+
 def _ffi_call(call: _Call, platform: str, *present) -> tuple:
     operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in call.fill(present)]
     shapes = call.result_shapes(present)
@@ -278,8 +306,11 @@ def _ffi_call(call: _Call, platform: str, *present) -> tuple:
     if call.kernel.workspace and platform == "cuda":
         size = call.kernel.workspace(*call.fill(present), **dict(call.attributes))
         results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
+    attributes = _ffi_attributes(call)
+    if call.kernel.prepared and platform == "cuda":
+        attributes["buffers"] = _described([*operands, *results])
     target, aliases = f"te_{call.kernel.name}", _aliases(call, operands, results)
-    out = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **_ffi_attributes(call))
+    out = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **attributes)
     return tuple(o for o, s in zip(out, shapes) if s is not None)
 
 

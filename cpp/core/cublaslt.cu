@@ -1,9 +1,13 @@
 // cuBLASLt, loaded at run time. It thinks in columns: our row-major d[m, n] is its D[n, m], so our b is its A
 // and our a its B, both with the contracted axis contiguous ("TN", the one form that has FP8 on Hopper).
 #include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <map>
@@ -14,6 +18,7 @@
 #include "core/algorithm_cache.h"
 #include "core/cublaslt.h"
 #include "core/libraries.h"
+#include "core/settings.h"
 
 namespace te {
 namespace {
@@ -120,9 +125,9 @@ struct Plan {
   }
 };
 
-// The alignment, up to 256 bytes, that all of a product's matrices have.
+// The alignment, up to the 128 bytes that XLA's allocator promises, that all of a product's matrices have.
 int64_t alignment(const CublasLtProduct& p) {
-  uintptr_t bits = 256;
+  uintptr_t bits = 128;
   for (const void* pointer : {p.a, p.b, p.c, static_cast<const void*>(p.d)}) {
     bits |= reinterpret_cast<uintptr_t>(pointer);
   }
@@ -160,15 +165,18 @@ bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtPr
 // ---- Algorithms: measured, not guessed --------------------------------------------------------------
 
 constexpr int kCandidates = 12;
-constexpr int kRepeats = 4;
-// What another algorithm must save to replace the first that cuBLASLt offers; less is noise.
-constexpr float kWorthIt = 0.98f;
+constexpr int kRounds = 5;
+constexpr float kLeastMs = 0.1f;  // of a turn: less is measured badly
+// What another algorithm's time must be of that of the first offered to replace it: less is noise. Large products run
+// capped by power, where a smaller tile loses what it gains at equal clocks: with split accumulation, a twelfth.
+constexpr float kWorthIt = 0.98f, kWorthItCapped = 0.92f;
+constexpr float kCappedMs = 0.2f;
 
-// TE_GEMM_TUNING=0 takes the first algorithm offered: no timing, and the same one in every run.
+// TE_GEMM_TUNING=0, or XLA's deterministic mode, takes the first algorithm offered: no timing, the same in every run.
 bool tuning_enabled() {
   static const bool enabled = [] {
     const char* value = std::getenv("TE_GEMM_TUNING");
-    return !value || std::string(value) != "0";
+    return !deterministic() && (!value || std::string(value) != "0");
   }();
   return enabled;
 }
@@ -188,48 +196,137 @@ class Borrowed {
 
 int64_t width(DType dtype) { return of_8_bits(dtype) ? 1 : dtype == DType::F32 ? 4 : 2; }
 
-// Milliseconds of one call, infinite where the algorithm fails. It writes into borrowed memory: at this stage the
-// step's own buffers may hold what the step is about to read.
-float time_of(cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
-              const cublasLtMatmulAlgo_t& algorithm, void* d, void* scratch, cudaStream_t stream) {
-  const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
-  const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : d;
-  cudaEvent_t began, ended;
-  cudaEventCreate(&began);
-  cudaEventCreate(&ended);
-  bool worked = true;
-  for (int i = 0; i <= kRepeats && worked; ++i) {
-    if (i == 1) cudaEventRecord(began, stream);
-    worked = library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, d, plan.d,
-                              &algorithm, scratch, kCublasLtScratch, stream) == CUBLAS_STATUS_SUCCESS;
+// Entries of about normal distribution: products of zeros take less power, hence other times.
+__global__ void fill(void* data, DType dtype, int64_t size) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= size) return;
+  uint64_t bits = static_cast<uint64_t>(i + 1) * 0x9e3779b97f4a7c15u;
+  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
+  bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
+  float value = 0.f;
+  for (int j = 0; j < 8; ++j) value += static_cast<float>(bits >> 8 * j & 255) / 255.f - 0.5f;
+  if (dtype == DType::F32) {
+    static_cast<float*>(data)[i] = value;
+  } else if (dtype == DType::BF16) {
+    static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value);
+  } else if (dtype == DType::F16) {
+    static_cast<__half*>(data)[i] = __float2half_rn(value);
+  } else {
+    const auto format = dtype == DType::F8E5M2 ? __NV_E5M2 : __NV_E4M3;
+    static_cast<__nv_fp8_storage_t*>(data)[i] = __nv_cvt_float_to_fp8(64.f * value, __NV_SATFINITE, format);
   }
-  cudaEventRecord(ended, stream);
-  worked = cudaEventSynchronize(ended) == cudaSuccess && worked;
-  float ms = 0.f;
-  if (worked) cudaEventElapsedTime(&ms, began, ended);
-  cudaEventDestroy(began);
-  cudaEventDestroy(ended);
-  return worked ? ms / kRepeats : std::numeric_limits<float>::infinity();
 }
 
-// The index of the fastest of the algorithms offered, the first unless another is clearly faster.
-int fastest(cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
+// A product like another, of random operands in borrowed memory: when it is timed, a program's own buffers may not be
+// there, or hold what a step is about to read.
+class Rehearsal {
+ public:
+  Rehearsal(const CublasLtProduct& p, cudaStream_t stream)
+      : product(p),
+        a_(p.m * p.k * width(p.a_dtype)),
+        b_(p.n * p.k * width(p.b_dtype)),
+        c_(p.c ? p.m * p.n * width(p.c_dtype) : 1),
+        d_(p.m * p.n * width(p.d_dtype)),
+        bias_(p.bias ? p.n * width(p.bias_dtype) : 1),
+        scalar_(sizeof(float)),
+        amax_(sizeof(float)),
+        scratch_(kCublasLtScratch),
+        stream_(stream) {
+    for (const Borrowed* borrowed : {&a_, &b_, &c_, &d_, &bias_, &scalar_, &amax_, &scratch_})
+      ready &= !!borrowed->data();
+    if (!ready) return;
+    product.a = filled(a_, p.a_dtype, p.m * p.k);
+    product.b = filled(b_, p.b_dtype, p.n * p.k);
+    product.d = d_.data();
+    if (p.c) product.c = filled(c_, p.c_dtype, p.m * p.n);
+    if (p.bias) product.bias = filled(bias_, p.bias_dtype, p.n);
+    for (const void** scale : {&product.a_scale_inv, &product.b_scale_inv, &product.d_scale}) {
+      if (*scale) *scale = filled(scalar_, DType::F32, 1);
+    }
+    if (p.amax) product.amax = amax_.data();
+  }
+
+  void* scratch() const { return scratch_.data(); }
+
+  CublasLtProduct product;
+  bool ready = true;
+
+ private:
+  const void* filled(const Borrowed& memory, DType dtype, int64_t size) const {
+    fill<<<static_cast<unsigned>((size + 255) / 256), 256, 0, stream_>>>(memory.data(), dtype, size);
+    return memory.data();
+  }
+
+  Borrowed a_, b_, c_, d_, bias_, scalar_, amax_, scratch_;
+  cudaStream_t stream_;
+};
+
+// What a measurement needs of the driver.
+struct Clock {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t began = nullptr, ended = nullptr;
+  bool ready;
+
+  Clock()
+      : ready(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess &&
+              cudaEventCreate(&began) == cudaSuccess && cudaEventCreate(&ended) == cudaSuccess) {}
+  ~Clock() {
+    if (began) cudaEventDestroy(began);
+    if (ended) cudaEventDestroy(ended);
+    if (stream) cudaStreamDestroy(stream);
+  }
+};
+
+// Milliseconds of a call of `repeats`, infinite where the algorithm fails.
+float time_of(cublasLtHandle_t handle, const Plan& plan, const Rehearsal& r, const cublasLtMatmulAlgo_t& algorithm,
+              const Clock& clock, int repeats) {
+  const CublasLtProduct& p = r.product;
+  const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
+  const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : p.d;
+  bool worked = cudaEventRecord(clock.began, clock.stream) == cudaSuccess;
+  for (int i = 0; i < repeats && worked; ++i) {
+    worked = library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d, plan.d,
+                              &algorithm, r.scratch(), kCublasLtScratch, clock.stream) == CUBLAS_STATUS_SUCCESS;
+  }
+  float ms = 0.f;
+  worked = cudaEventRecord(clock.ended, clock.stream) == cudaSuccess &&
+           cudaEventSynchronize(clock.ended) == cudaSuccess && worked &&
+           cudaEventElapsedTime(&ms, clock.began, clock.ended) == cudaSuccess;
+  return worked ? ms / repeats : std::numeric_limits<float>::infinity();
+}
+
+// The index of the fastest of the algorithms offered, the first unless another is clearly faster; -1 where it could not
+// be measured. They take turns, so that all see the same clocks: within a tenth of a second power lowers those.
+int fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
             const cublasLtMatmulHeuristicResult_t* offered, int count) {
-  const Borrowed d(p.m * p.n * width(p.d_dtype)), scratch(kCublasLtScratch), amax(sizeof(float));
-  if (!d.data() || !scratch.data() || !amax.data()) return 0;
-  if (p.amax) {
-    void* const elsewhere = amax.data();
-    library().set_product(plan.product, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, &elsewhere, sizeof(elsewhere));
-  }
-  cudaStream_t stream;
-  if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) return 0;
-  int best = 0;
-  float least = 0.f;
+  const Clock clock;
+  if (!clock.ready) return -1;
+  const Rehearsal rehearsal(p, clock.stream);
+  if (!rehearsal.ready || !set_pointers(status, plan.product, rehearsal.product)) return -1;
+  std::vector<int> repeats(count);
+  std::vector<std::array<float, kRounds>> times(count);
   for (int i = 0; i < count; ++i) {
-    const float ms = time_of(handle, plan, p, offered[i].algo, d.data(), scratch.data(), stream);
-    if (i == 0 || ms < least * (best == 0 ? kWorthIt : 1.f)) best = i, least = ms;
+    time_of(handle, plan, rehearsal, offered[i].algo, clock, 1);  // the first call loads the kernel
+    const float ms = time_of(handle, plan, rehearsal, offered[i].algo, clock, 1);
+    repeats[i] = std::isinf(ms) ? 0 : std::min(static_cast<int>(kLeastMs / ms) + 1, 16);
   }
-  cudaStreamDestroy(stream);
+  for (int round = 0; round < kRounds; ++round) {
+    for (int i = 0; i < count; ++i) {
+      times[i][round] = repeats[i] ? time_of(handle, plan, rehearsal, offered[i].algo, clock, repeats[i])
+                                   : std::numeric_limits<float>::infinity();
+    }
+  }
+  const auto median = [&](int i) {
+    std::nth_element(times[i].begin(), times[i].begin() + kRounds / 2, times[i].end());
+    return times[i][kRounds / 2];
+  };
+  int best = 0;
+  float least = median(0);
+  const bool capped = of_8_bits(p.a_dtype) && p.split_accumulator && least > kCappedMs;
+  least *= capped ? kWorthItCapped : kWorthIt;
+  for (int i = 1; i < count; ++i) {
+    if (const float ms = median(i); ms < least) best = i, least = ms;
+  }
   return best;
 }
 
@@ -239,17 +336,15 @@ std::string text_of(const Key& key) {
   return text;
 }
 
-// The choices of this GPU and library, from disk.
+// The choices of this kind of GPU and library, from disk.
 AlgorithmCache& cache_of(int device) {
-  static auto& caches = *new std::map<int, std::unique_ptr<AlgorithmCache>>;
-  auto& cache = caches[device];
-  if (!cache) {
-    cudaDeviceProp properties = {};
-    cudaGetDeviceProperties(&properties, device);
-    std::string name = std::string("gemm-") + properties.name + "-" + std::to_string(library().version());
-    std::replace(name.begin(), name.end(), ' ', '-');
-    cache = std::make_unique<AlgorithmCache>(name);
-  }
+  static auto& caches = *new std::map<std::string, std::unique_ptr<AlgorithmCache>>;
+  cudaDeviceProp properties = {};
+  cudaGetDeviceProperties(&properties, device);
+  std::string name = std::string("gemm-") + properties.name + "-" + std::to_string(library().version());
+  std::replace(name.begin(), name.end(), ' ', '-');
+  auto& cache = caches[name];
+  if (!cache) cache = std::make_unique<AlgorithmCache>(name);
   return *cache;
 }
 
@@ -272,7 +367,7 @@ int index_of(const std::string& hex, const cublasLtMatmulHeuristicResult_t* offe
   return -1;
 }
 
-int choose(cublasLtHandle_t handle, const Key& key, const CublasLtProduct& p, const Plan& plan,
+int choose(Status& status, cublasLtHandle_t handle, const Key& key, const CublasLtProduct& p, const Plan& plan,
            const cublasLtMatmulHeuristicResult_t* offered, int count, bool may_measure) {
   if (count == 1 || !tuning_enabled()) return 0;
   AlgorithmCache& cache = cache_of(static_cast<int>(key[0]));
@@ -280,7 +375,8 @@ int choose(cublasLtHandle_t handle, const Key& key, const CublasLtProduct& p, co
     if (const int index = index_of(*known, offered, count); index >= 0) return index;
   }
   if (!may_measure) return 0;
-  const int best = fastest(handle, plan, p, offered, count);
+  const int best = fastest(status, handle, plan, p, offered, count);
+  if (best < 0) return 0;  // no memory to measure in: perhaps another time
   cache.add(text_of(key), to_hex(offered[best].algo));
   return best;
 }
@@ -308,7 +404,7 @@ bool choose_algorithm(Status& status, cublasLtHandle_t handle, const Key& key, c
     if (count == 0) status.ok(CUBLAS_STATUS_NOT_SUPPORTED, "no algorithm for this product");
   }
   lt.destroy_preference(preference);
-  if (status.ok()) plan.algorithm = offered[choose(handle, key, p, plan, offered, count, may_measure)].algo;
+  if (status.ok()) plan.algorithm = offered[choose(status, handle, key, p, plan, offered, count, may_measure)].algo;
   return status.ok();
 }
 
@@ -338,6 +434,16 @@ bool make_plan(Status& status, cublasLtHandle_t handle, const Key& key, const Cu
   return set_pointers(status, plan.product, p) && choose_algorithm(status, handle, key, p, plan, may_measure);
 }
 
+// While it lives, this thread may do what a graph that is being captured forbids by default: allocate, and wait.
+class WhileCapturing {
+ public:
+  WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~WhileCapturing() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The handle of the current device and the plan of a product, made at first sight.
 struct Prepared {
   cublasLtHandle_t handle;
@@ -353,9 +459,10 @@ bool find_plan(Status& status, const CublasLtProduct& p, bool may_measure, Prepa
   const Key key = key_of(p, device);
   const std::lock_guard<std::mutex> lock(mutex);
   cublasLtHandle_t& handle = handles[device];
-  if (!handle && !status.ok(library().create(&handle), "handle")) return false;
   auto entry = plans.find(key);
   if (entry == plans.end()) {
+    const WhileCapturing allowed;
+    if (!handle && !status.ok(library().create(&handle), "handle")) return false;
     auto plan = std::make_unique<Plan>();
     if (!make_plan(status, handle, key, p, *plan, may_measure)) return false;
     entry = plans.emplace(key, std::move(plan)).first;
@@ -384,7 +491,8 @@ ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream
   if (!lt.error.empty()) return ffi::Error::Internal(lt.error);
   Status status(lt);
   Prepared prepared;
-  // A plan that initialize could not foresee is made without measuring: a graph may be being captured.
+  // What was not foreseen is made without measuring, as a graph may be being captured: another GPU of the kind takes
+  // what was measured on the first; sizes that were not known take the first algorithm, unless it is on disk.
   if (find_plan(status, p, /*may_measure=*/false, prepared)) {
     Plan& plan = *prepared.plan;
     const float alpha = 1.f, beta = p.c ? 1.f : 0.f;

@@ -26,7 +26,7 @@ struct CublasLtProduct {
   void *d, *amax;                         // amax f32[], FP8 result only
 };
 
-// Chooses and keeps an algorithm for products like this one, so that multiply() finds it while a graph is captured.
+// Chooses and keeps an algorithm for products like this one, whose pointers are not followed: multiply() finds it.
 ffi::Error prepare(const CublasLtProduct& product);
 
 // Runs it. `scratch` is kCublasLtScratch bytes, aligned to 256.

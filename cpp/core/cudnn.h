@@ -1,4 +1,4 @@
-// cuDNN's graphs by its frontend: each is made once, in the initialize stage, and kept. Only the host's compiler is
+// cuDNN's graphs by its frontend: each is made once, when a program is compiled, and kept. Only the host's compiler is
 // needed.
 #pragma once
 

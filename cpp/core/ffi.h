@@ -4,12 +4,14 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
 #ifdef TE_CUDA
-#include <cuda_runtime_api.h>
+#include "core/own_device.h"
 #endif
 
 namespace te {
@@ -22,7 +24,7 @@ using Out = ffi::Result<ffi::AnyBuffer>;  // a result; likewise
 // One handler of this extension module, as module.cc hands it to Python.
 struct Registration {
   const char* target;  // FFI target name, the same on every platform
-  const char* stage;   // "execute" or "initialize"
+  const char* stage;   // "execute", "initialize" or "instantiate"
   void* function;
 };
 
@@ -36,6 +38,59 @@ struct Registrar {
     registrations().push_back({target, stage, function});
   }
 };
+
+#ifdef TE_CUDA
+// The attribute `buffers`: for each operand and result its dtype, its rank and its dimensions, one after the other.
+// Empty where sizes are not known before a call.
+using Buffers = ffi::Span<const int64_t>;
+
+// An initializer of operands, results and attributes, run when a program is compiled: on buffers that have a dtype and
+// dimensions but no data. So what it makes, and times, once for calls like this one is there before the first step.
+template <auto kInitialize>
+class Instantiation {
+  template <typename... Arguments>
+  static std::tuple<Arguments...> arguments_of(ffi::Error (*)(Arguments...));
+  using All = decltype(arguments_of(kInitialize));
+  static constexpr size_t kBuffers = std::tuple_size_v<All> - 1;
+
+ public:
+  using Attributes = std::tuple_element_t<kBuffers, All>;
+
+  static ffi::Error run(Attributes attributes) {
+    const std::vector<XLA_FFI_Buffer> buffers = decode(attributes.buffers);
+    const OwnDevice device;
+    if (buffers.empty() || !device.found()) return ffi::Error::Success();
+    if (buffers.size() != kBuffers) {
+      return ffi::Error::InvalidArgument("buffers: expected " + std::to_string(kBuffers) + " descriptions, got " +
+                                         std::to_string(buffers.size()));
+    }
+    return call(attributes, buffers, std::make_index_sequence<kBuffers>());
+  }
+
+ private:
+  static std::vector<XLA_FFI_Buffer> decode(Buffers encoded) {
+    std::vector<XLA_FFI_Buffer> buffers;
+    for (size_t at = 0; at + 1 < encoded.size() && at + 1 + encoded[at + 1] < encoded.size();) {
+      XLA_FFI_Buffer buffer = {};
+      buffer.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+      buffer.dtype = static_cast<XLA_FFI_DataType>(encoded[at]);
+      buffer.data = reinterpret_cast<void*>(kApart * (buffers.size() + 1));
+      buffer.rank = encoded[at + 1];
+      buffer.dims = const_cast<int64_t*>(encoded.begin() + at + 2);
+      at += 2 + buffer.rank;
+      buffers.push_back(buffer);
+    }
+    return buffers;
+  }
+  template <size_t... kIndex>
+  static ffi::Error call(Attributes attributes, const std::vector<XLA_FFI_Buffer>& buffers,
+                         std::index_sequence<kIndex...>) {
+    return kInitialize(std::tuple_element_t<kIndex, All>(ffi::AnyBuffer(&buffers[kIndex]))..., attributes);
+  }
+
+  static constexpr uintptr_t kApart = 256;  // between addresses that are aligned as XLA's are, and that nobody follows
+};
+#endif
 
 }  // namespace te
 
@@ -66,8 +121,22 @@ struct CtxBinding<ThreadPool> {
   }                                                                                               \
   static const ::te::Registrar name##_registrar("te_" #name, "execute", reinterpret_cast<void*>(&name##_execute));
 
-// TE_INITIALIZER(gemm, GemmInitialize): likewise, what runs before any CUDA graph is captured.
+// TE_INSTANTIATOR(gemm, GemmPrepare): likewise, what runs when a program is compiled: the function is that of operands,
+// results and attributes of an initializer, called on what the attribute `buffers` says of them.
+#define TE_INSTANTIATOR(name, function)                                                                  \
+  static XLA_FFI_Error* name##_instantiate(XLA_FFI_CallFrame* frame) {                                   \
+    using ::xla::ffi::ExecutionStage;                                                                    \
+    using Run = ::te::Instantiation<&::te::function>;                                                    \
+    static auto* handler =                                                                               \
+        ::xla::ffi::Ffi::BindTo<decltype(&Run::run), ExecutionStage::kInstantiate>(&Run::run).release(); \
+    return handler->Call(frame);                                                                         \
+  }                                                                                                      \
+  static const ::te::Registrar name##_instantiate_registrar("te_" #name, "instantiate",                  \
+                                                            reinterpret_cast<void*>(&name##_instantiate));
+
+// TE_INITIALIZER(attention_fwd, AttentionFwdInitialize): likewise, and again before each call, outside any CUDA graph.
 #define TE_INITIALIZER(name, function)                                                                              \
+  TE_INSTANTIATOR(name, function)                                                                                   \
   static XLA_FFI_Error* name##_initialize(XLA_FFI_CallFrame* frame) {                                               \
     using ::xla::ffi::ExecutionStage;                                                                               \
     static auto* handler =                                                                                          \

@@ -2,12 +2,15 @@
 //
 // Buffers as in attention.h: q, k, v, o and their gradients bf16 or f16; `seed` is absent exactly where there is no
 // dropout. Forward, 2 (q + k + v + o) bytes move and neither weights nor mask are stored: the backward pass draws the
-// mask again. cuDNN's graphs are made in the initialize stage and kept. Only the host's compiler is needed.
+// mask again. cuDNN's graphs are made when a program is compiled, and kept. Only the host's compiler is needed.
+#include "core/settings.h"
 #include "ops/attention.h"
 
 namespace te {
 
-using AttentionAttributes = AttentionOptions;
+struct AttentionAttributes : AttentionOptions {
+  Buffers buffers;
+};
 
 namespace {
 
@@ -51,7 +54,8 @@ void build_forward(AttentionGraph tensors) {
 }
 
 void build_backward(AttentionGraph tensors) {
-  const auto options = tensors.with_options(cudnn::fe::graph::SDPA_backward_attributes());
+  const auto options =
+      tensors.with_options(cudnn::fe::graph::SDPA_backward_attributes().set_deterministic_algorithm(deterministic()));
   const cudnn::Tensor stats = tensors.graph.tensor(AttentionGraph::Attributes());
   tensors.as_stats(stats);
   auto [dq, dk, dv] = tensors.graph.sdpa_backward(tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV),
@@ -132,7 +136,7 @@ ffi::Error AttentionBwd(cudaStream_t stream, In stats, In q, In k, In v, In o, I
 }  // namespace te
 
 TE_ATTRIBUTES(te::AttentionAttributes, TE_ATTRIBUTE(float, scale), TE_ATTRIBUTE(float, dropout),
-              TE_ATTRIBUTE(bool, causal), TE_ATTRIBUTE(int64_t, left));
+              TE_ATTRIBUTE(bool, causal), TE_ATTRIBUTE(int64_t, left), TE_ATTRIBUTE(te::Buffers, buffers));
 
 TE_HANDLER(attention_fwd, AttentionFwd)
 TE_INITIALIZER(attention_fwd, AttentionFwdInitialize)

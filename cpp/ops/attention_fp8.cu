@@ -16,6 +16,7 @@ struct AttentionFp8Attributes {
   float scale;
   bool causal;
   int64_t left;
+  Buffers buffers;
 };
 
 namespace {
@@ -117,7 +118,7 @@ ffi::Error AttentionFp8Fwd(cudaStream_t stream, In q, In k, In v, In q_descale, 
 }  // namespace te
 
 TE_ATTRIBUTES(te::AttentionFp8Attributes, TE_ATTRIBUTE(float, scale), TE_ATTRIBUTE(bool, causal),
-              TE_ATTRIBUTE(int64_t, left));
+              TE_ATTRIBUTE(int64_t, left), TE_ATTRIBUTE(te::Buffers, buffers));
 
 TE_HANDLER(attention_fp8_fwd, AttentionFp8Fwd)
 TE_INITIALIZER(attention_fp8_fwd, AttentionFp8FwdInitialize)

@@ -17,6 +17,12 @@
 #include "core/scratch.h"
 
 namespace te {
+
+struct GemmAttributes {
+  int64_t k_axes;
+  bool split_accumulator;  // as it always is here
+};
+
 namespace {
 
 constexpr int64_t kUnits = 256;                 // of a block of k: 32 KiB of b for a tile 32 wide
@@ -231,5 +237,7 @@ ffi::Error Gemm(ffi::ThreadPool pool, In a, In b, In a_scale_inv, In b_scale_inv
 }
 
 }  // namespace te
+
+TE_ATTRIBUTES(te::GemmAttributes, TE_ATTRIBUTE(int64_t, k_axes), TE_ATTRIBUTE(bool, split_accumulator));
 
 TE_HANDLER(gemm, Gemm)

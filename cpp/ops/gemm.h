@@ -8,6 +8,9 @@
 //   d           FP8 exactly where d_scale f32[] is given, cast(value * d_scale); else f32, f16 or bf16
 //   amax        f32[], max |value|: of the f32 value before an FP8 cast, of d itself otherwise; may be absent
 //   workspace   CUDA only: scratch
+//
+// Attributes: k_axes, how many of the last axes of a and b are contracted; split_accumulator: keep FP8 partial sums in
+// f32, slower on Hopper's tensor cores.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +18,6 @@
 #include "core/check.h"
 
 namespace te {
-
-struct GemmAttributes {
-  int64_t k_axes;          // how many of the last axes of a and b are contracted
-  bool split_accumulator;  // keep FP8 partial sums in f32 (slower on Hopper's tensor cores)
-};
 
 struct GemmOperands {
   const In &a, &b, &a_scale_inv, &b_scale_inv, &bias, &c, &d_scale;
@@ -62,5 +60,3 @@ inline Check check_gemm(const GemmOperands& in, Out& d, Out& amax, int64_t k_axe
 }
 
 }  // namespace te
-
-TE_ATTRIBUTES(te::GemmAttributes, TE_ATTRIBUTE(int64_t, k_axes), TE_ATTRIBUTE(bool, split_accumulator));

@@ -300,7 +300,9 @@ def test_lowered_for_cuda_needs_no_gpu():
     assert "te_attention_fwd" in text.as_text() and "te_attention_bwd" in text.as_text()
 
 
-FORWARD = dict(scale=np.float32(1.0), dropout=np.float32(0.5), causal=False, left=np.int64(-1))
+FORWARD = dict(
+    scale=np.float32(1.0), dropout=np.float32(0.5), causal=False, left=np.int64(-1), buffers=np.zeros(0, np.int64)
+)
 MALFORMED = {
     "dtype": (dict(q=jnp.zeros((B, S, 1, H, D))), {}, r"te_attention_fwd: q: expected bf16 or f16, got f32\[2,64,1,4"),
     "rank": (dict(k=jnp.zeros((B, S, D), jnp.bfloat16)), {}, r"te_attention_fwd: k: expected \[B, K, G, D\]"),

@@ -96,12 +96,12 @@ def test_lowered_for_cuda_needs_no_gpu():
 
 
 B, S, G, D = 2, 64, 4, 64
-FORWARD = dict(scale=np.float32(1.0), causal=False, left=np.int64(-1))
+FORWARD = dict(scale=np.float32(1.0), causal=False, left=np.int64(-1), buffers=np.zeros(0, np.int64))
 MALFORMED = {
     "dtype": (
         dict(q=jnp.zeros((B, S, G, 1, D), jnp.bfloat16)),
         {},
-        "te_attention_fp8_fwd: k: expected bf16, got f8_e4",
+        "te_attention_fp8_fwd: q: expected f8_e4m3fn, got bf16",
     ),
     "head size": (dict(q=jnp.zeros((B, S, G, 1, 24), E4M3)), {}, "q: expected a head size in multiples of 16"),
     "scale": (dict(v_descale=jnp.zeros(3)), {}, r"te_attention_fp8_fwd: v_descale: expected f32\[\], got f32\[3\]"),

@@ -80,6 +80,7 @@ def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes,
     aliases={"c": "d"},
     workspace=_scratch,
     note=_note,
+    prepared=True,
 )
 def gemm(
     a,

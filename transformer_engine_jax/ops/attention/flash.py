@@ -117,6 +117,7 @@ def _mask_key(seed, dropout: float) -> jax.Array | None:
     by_shard={"seed": "stats"},
     platforms=("cuda",),
     workspace=_forward_scratch,
+    prepared=True,
 )
 def attention_fwd(
     q, k, v, seed, q_len, k_len, *, scale: float, dropout: float, causal: bool = False, left: int = -1
@@ -145,6 +146,7 @@ def attention_fwd(
     whole="qkd",
     platforms=("cuda",),
     workspace=_fp8_forward_scratch,
+    prepared=True,
 )
 def attention_fp8_fwd(
     q, k, v, q_descale, k_descale, v_descale, weight_scale, weight_descale, o_scale, q_len, k_len,
@@ -178,6 +180,7 @@ def attention_fp8_fwd(
     by_shard={"seed": "stats"},
     platforms=("cuda",),
     workspace=_backward_scratch,
+    prepared=True,
 )
 def attention_bwd(
     stats, q, k, v, o, do, seed, q_len, k_len, *, scale: float, dropout: float, causal: bool = False, left: int = -1
