@@ -189,8 +189,9 @@ def dense(
 
     Args:
       x: f32, f16 or bf16.
-      kernel, bias: any float dtype; bias may be None, and is added in x's. Accumulating(kernel, main_grad) stands for a kernel whose
-        gradient is added to main_grad, and comes out as the gradient of that.
+      kernel: any float dtype. Accumulating(kernel, main_grad) stands for a kernel whose gradient is added to main_grad,
+        and comes out as the gradient of that.
+      bias: any float dtype, or None; added in x's.
       k_axes: how many axes are contracted.
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
       residual: x's dtype, or None; in FP8 it is added inside the product, before the one rounding of the result.
