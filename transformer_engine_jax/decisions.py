@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 
 import jax
@@ -19,6 +20,16 @@ def platform() -> str:
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform
+
+
+def deterministic() -> bool:
+    """Whether XLA_FLAGS ask for the same bits in every run; cpp/core/settings.h is the same rule."""
+
+    def on(flag: str) -> bool:
+        values = re.findall(rf"--{flag}(\S*)", os.environ.get("XLA_FLAGS", ""))
+        return bool(values) and values[-1] in ("", "=true", "=1")
+
+    return on("xla_gpu_deterministic_ops") or on("xla_gpu_exclude_nondeterministic_ops")
 
 
 def decided(what: str, choice: str, why: str) -> contextlib.AbstractContextManager:

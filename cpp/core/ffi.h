@@ -58,8 +58,7 @@ class Instantiation {
 
   static ffi::Error run(Attributes attributes) {
     const std::vector<XLA_FFI_Buffer> buffers = decode(attributes.buffers);
-    const OwnDevice device;
-    if (buffers.empty() || !device.found()) return ffi::Error::Success();
+    if (buffers.empty() || !use_own_device()) return ffi::Error::Success();
     if (buffers.size() != kBuffers) {
       return ffi::Error::InvalidArgument("buffers: expected " + std::to_string(kBuffers) + " descriptions, got " +
                                          std::to_string(buffers.size()));

@@ -95,6 +95,27 @@ def test_lowered_for_cuda_needs_no_gpu():
     assert "te_attention_fp8_fwd" in text and "te_attention_bwd" in text
 
 
+@pytest.mark.parametrize(
+    "flags, on",
+    [
+        ("", False),
+        ("--xla_gpu_deterministic_ops=true", True),
+        ("--xla_gpu_deterministic_ops --xla_gpu_autotune_level=0", True),
+        ("--xla_gpu_deterministic_ops=true --xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_exclude_nondeterministic_ops=1", True),
+    ],
+)
+def test_deterministic_gradients_store_those_of_scores(monkeypatch, flags, on):
+    """As cuDNN's frontend asks for on Hopper: 2 bytes a score, sequences in tiles."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    q, k = (
+        jax.ShapeDtypeStruct((4, 4000, 8, 4, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4, 4096, 8, 128), jnp.bfloat16),
+    )
+    stored = attention_bwd.workspace(None, q, k) - 4 * 32 * 4 * (4096 * 130 + 2 * 4096 * 128)
+    assert stored - (32 << 20) == (4 * 32 * 4096 * 4096 * 2 if on else 0)
+
+
 B, S, G, D = 2, 64, 4, 64
 FORWARD = dict(scale=np.float32(1.0), causal=False, left=np.int64(-1), buffers=np.zeros(0, np.int64))
 MALFORMED = {

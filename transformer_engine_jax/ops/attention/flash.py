@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from transformer_engine_jax.decisions import deterministic
 from transformer_engine_jax.handlers import HANDLERS
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.options import Attention
@@ -67,12 +68,14 @@ def _fp8_forward_scratch(q, k, v, *_, **attributes) -> int:
 
 
 def _backward_scratch(stats, q, k, *_, **attributes) -> int:
-    """dq in f32, two numbers a row of it, and dk and dv of every head where several share one. Sequences in tiles."""
+    """dq in f32, two numbers a row of it, and dk and dv of every head where several share one; in deterministic mode
+    the gradient of the scores in 16 bits, too. Sequences in tiles."""
     batch, q_len, groups, repeats, size = q.shape
     q_len, k_len = (-(-n // 128) * 128 for n in (q_len, k.shape[1]))
     heads = batch * groups * repeats
     shared = 2 * k_len * size if repeats > 1 else 0
-    return _CUDNN_SCRATCH + 4 * heads * (q_len * (size + 2) + shared)
+    scores = 2 * q_len * k_len if deterministic() else 0
+    return _CUDNN_SCRATCH + heads * (4 * (q_len * (size + 2) + shared) + scores)
 
 
 # --- References ------------------------------------------------------------------------------------------------------
