@@ -121,7 +121,8 @@ batching.primitive_batchers[all_at_once_p] = lambda values, axes: (all_at_once_p
 ad.primitive_jvps[all_at_once_p] = lambda values, tangents: (all_at_once_p.bind(*values), tangents)
 
 
-def _without_unused(used: list[bool], eqn):
+def _without_unused(used: list[bool], *others):
+    *_, eqn = others  # from JAX 0.12 on, which inputs live on comes before it
     if not any(used):
         return used, None
     kept = lambda variables: [v for v, keep in zip(variables, used) if keep]
