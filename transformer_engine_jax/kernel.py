@@ -1,6 +1,6 @@
 """@kernel: one declaration turns a pure-JAX reference into an FFI call with shapes, sharding and batching.
 
-The only module that touches ffi_call, custom_partitioning and JAX's primitives.
+The only module that touches ffi_call, custom_partitioning and the kernels' primitive; partition.py plans meshes for it.
 
 A rule such as ``"... k, k, - -> ... k, -"`` names every axis of every operand and result:
 
@@ -33,6 +33,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transformer_engine_jax import partition
 from transformer_engine_jax.differentiable import align
 from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 
@@ -324,111 +325,6 @@ def _check_cuda_handlers(call: _Call) -> None:
         )
 
 
-# --- Sharding ----------------------------------------------------------------------------------------------------
-
-
-def _sharding_rule(call: _Call, present) -> tuple[str, dict]:
-    """The kernel's rule in Shardy's notation."""
-    axes = call.axes(present)
-    sides = [[n for n in side if n is not None] for side in axes]
-    names = {n: f"x{i}" for i, n in enumerate(dict.fromkeys(n for side in sides for b in side for n in b))}
-    text = " -> ".join(", ".join(" ".join(names[n] for n in b) for b in side) for side in sides)
-    in_results = {n for b in sides[1] for n in b}
-    whole = call.whole(axes)
-    factors = {}
-    if reduced := [names[n] for n in names if n not in in_results and n not in whole]:
-        factors["reduction_factors"] = tuple(reduced)
-    if whole:
-        factors["need_replication_factors"] = tuple(names[n] for n in names if n in whole)
-    return text, factors
-
-
-def _assign(call: _Call, axes: Axes, operands: Sequence[Sequence], results: Sequence[Sequence] = ()):
-    """Mesh axes of every named axis that is sharded, from buffers' partition specs; a mesh axis is used once."""
-    kernel, whole = call.kernel, call.whole(axes)
-    buffers = [*zip(kernel.operand_names, axes.operands), *zip(kernel.result_names, axes.results)]
-    specs = list(zip([b for b in buffers if b[1] is not None], [*operands, *results]))
-    deciding = [x for x in specs if x[0][0] in kernel.by_shard.values()]
-    assigned: dict[str, tuple[str, ...]] = {}
-    used: set[str] = set()
-    for (_, names), spec in deciding or specs[: len(operands)]:
-        for name, entry in zip(names, spec):
-            entry = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-            if entry and name not in assigned and name not in whole and not used.intersection(entry):
-                assigned[name] = entry
-                used.update(entry)
-    return assigned
-
-
-def _spec(names: Sequence[str], assigned: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*[assigned.get(n) for n in names])
-
-
-class _Plan(NamedTuple):
-    """How one call runs on a mesh: partition specs, and what each device does with its shards."""
-
-    operands: tuple[PartitionSpec, ...]
-    results: tuple[PartitionSpec, ...]
-    local: Callable
-
-
-def _plan(call: _Call, platform: str, operands, *specs: Sequence[Sequence]) -> _Plan:
-    """The shardings that the rule allows, nearest to the operands' own, and the collectives it implies.
-
-    specs: of the operands, and of the results where they are known.
-    """
-    axes = call.axes(operands)
-    assigned = _assign(call, axes, *specs)
-    results = [(name, n) for name, n in zip(call.kernel.result_names, axes.results) if n is not None]
-    names = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
-    lost = {r: [a for n, axs in assigned.items() if n not in kept for a in axs] for r, kept in results}
-    summed = [a for r, op in call.kernel.reduce.items() if op == "sum" for a in lost.get(r, ())]
-    sharded = sorted(a for axs in assigned.values() for a in axs)
-
-    def local(*args):
-        args = list(args)
-        for i, name in enumerate(names):
-            if name in call.kernel.once and summed:
-                first = sum(jax.lax.axis_index(a) for a in summed) == 0
-                args[i] = jnp.where(first, args[i], jnp.zeros_like(args[i]))
-            if name in call.kernel.by_shard and sharded:
-                args[i] = args[i].at[0].add(jax.lax.axis_index(tuple(sharded)).astype(args[i].dtype))
-        out = _run(call, platform, *args)
-        return tuple(_combine(call, r, x, lost[r]) for (r, _), x in zip(results, out))
-
-    operand_specs = tuple(_spec(n, assigned) for n in axes.operands if n is not None)
-    return _Plan(operand_specs, tuple(_spec(n, assigned) for _, n in results), local)
-
-
-def _partition(call: _Call, platform: str, mesh, operands, results):
-    """custom_partitioning's callback, for meshes whose axes the compiler shards over."""
-    if mesh.empty:  # several devices, but no mesh whose axes could be named: every device computes it all
-        given = operands[0].sharding
-        same = type(given).get_replicated(given._device_assignment)
-        run = functools.partial(_run, call, platform)
-        return mesh, run, tuple(same for _ in results), tuple(same for _ in operands)
-    plan = _plan(call, platform, operands, *[[x.sharding.spec for x in side] for side in (operands, results)])
-    shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (plan.results, plan.operands)]
-    return mesh, plan.local, *shardings
-
-
-def _combine(call: _Call, result: str, x, mesh_axes: list[str]):
-    how = call.kernel.reduce.get(result)
-    if not mesh_axes:
-        return x
-    if how == "max":
-        return pmax(x, tuple(mesh_axes))
-    if how == "sum":
-        return jax.lax.psum(x, tuple(mesh_axes))
-    raise AssertionError(f"{call.kernel.name}: {result} lost the mesh axes {mesh_axes} and has no `reduce`")
-
-
-def pmax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Maximum of f32 amaxes over mesh axes, NaN where any shard has one (collectives may drop it)."""
-    # For non-negative floats the order of the bits is the order of the values, with NaN above all.
-    return jax.lax.bitcast_convert_type(jax.lax.pmax(jax.lax.bitcast_convert_type(x, jnp.int32), axes), jnp.float32)
-
-
 # --- The primitive -----------------------------------------------------------------------------------------------
 
 kernel_p = Primitive("te_kernel")
@@ -454,9 +350,11 @@ def _abstract_eval(*present, call: _Call):
     meshes = [x.sharding.mesh for x in present if not x.sharding.mesh.empty]
     if meshes:
         axes = call.axes(present)
-        assigned = _assign(call, axes, [x.sharding.spec for x in present])
+        assigned = partition.assign(call, axes, [x.sharding.spec for x in present])
         names = [n for n in axes.results if n is not None]
-        avals = [a.update(sharding=NamedSharding(meshes[0], _spec(n, assigned))) for a, n in zip(avals, names)]
+        avals = [
+            a.update(sharding=NamedSharding(meshes[0], partition.spec_of(n, assigned))) for a, n in zip(avals, names)
+        ]
     return [a.update(manual_axis_type=varying) for a in avals]
 
 
@@ -481,15 +379,28 @@ def _lower(ctx, *operands, call: _Call, platform: str):
     run = custom_partitioning(functools.partial(_run, call, platform))
     run.def_partition(
         partition=functools.partial(_partition, call, platform),
-        sharding_rule=lambda mesh, operand_types, result_types: _sharding_rule(call, plain[0]),
+        sharding_rule=lambda mesh, operand_types, result_types: partition.sharding_rule(call, plain[0]),
     )
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return mlir.lower_fun(run)(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
 
 
+def _partition(call: _Call, platform: str, mesh, operands, results):
+    """custom_partitioning's callback, for meshes whose axes the compiler shards over."""
+    run = functools.partial(_run, call, platform)
+    if mesh.empty:  # several devices, but no mesh whose axes could be named: every device computes it all
+        given = operands[0].sharding
+        same = type(given).get_replicated(given._device_assignment)
+        return mesh, run, tuple(same for _ in results), tuple(same for _ in operands)
+    plan = partition.plan(call, run, operands, *[[x.sharding.spec for x in side] for side in (operands, results)])
+    shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (plan.results, plan.operands)]
+    return mesh, plan.local, *shardings
+
+
 def _on_explicit_axes(call: _Call, platform: str, mesh, avals) -> Callable:
     """The call where shardings are part of the types: they are known, so the plan is simply carried out."""
-    plan = _plan(call, platform, avals, [a.sharding.spec for a in avals])
+    local = functools.partial(_run, call, platform)
+    plan = partition.plan(call, local, avals, [a.sharding.spec for a in avals])
 
     def run(*present):
         present = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(present, plan.operands)]

@@ -13,8 +13,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.differentiable import differentiable
-from transformer_engine_jax.kernel import kernel, pmax
+from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.state import Scales, current_scale, report_amax
+from transformer_engine_jax.partition import pmax
 from transformer_engine_jax.quantized import QuantizedTensor, Quantizer, QuantizerSpec
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)

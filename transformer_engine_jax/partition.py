@@ -1,0 +1,106 @@
+"""How a kernel's call runs over a mesh: the shardings that its rule allows, and the collectives that these imply.
+
+Of shapes and partition specs alone; kernel.py gives the plan to the compiler, or carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+if TYPE_CHECKING:
+    from transformer_engine_jax.kernel import Axes, _Call
+
+
+def sharding_rule(call: _Call, present) -> tuple[str, dict]:
+    """The kernel's rule in Shardy's notation."""
+    axes = call.axes(present)
+    sides = [[n for n in side if n is not None] for side in axes]
+    names = {n: f"x{i}" for i, n in enumerate(dict.fromkeys(n for side in sides for b in side for n in b))}
+    text = " -> ".join(", ".join(" ".join(names[n] for n in b) for b in side) for side in sides)
+    in_results = {n for b in sides[1] for n in b}
+    whole = call.whole(axes)
+    factors = {}
+    if reduced := [names[n] for n in names if n not in in_results and n not in whole]:
+        factors["reduction_factors"] = tuple(reduced)
+    if whole:
+        factors["need_replication_factors"] = tuple(names[n] for n in names if n in whole)
+    return text, factors
+
+
+def assign(call: _Call, axes: Axes, operands: Sequence[Sequence], results: Sequence[Sequence] = ()):
+    """Mesh axes of every named axis that is sharded, from buffers' partition specs; a mesh axis is used once."""
+    kernel, whole = call.kernel, call.whole(axes)
+    buffers = [*zip(kernel.operand_names, axes.operands), *zip(kernel.result_names, axes.results)]
+    specs = list(zip([b for b in buffers if b[1] is not None], [*operands, *results]))
+    deciding = [x for x in specs if x[0][0] in kernel.by_shard.values()]
+    assigned: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    for (_, names), spec in deciding or specs[: len(operands)]:
+        for name, entry in zip(names, spec):
+            entry = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            if entry and name not in assigned and name not in whole and not used.intersection(entry):
+                assigned[name] = entry
+                used.update(entry)
+    return assigned
+
+
+def spec_of(names: Sequence[str], assigned: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*[assigned.get(n) for n in names])
+
+
+class Plan(NamedTuple):
+    """How one call runs on a mesh: partition specs, and what each device does with its shards."""
+
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+    local: Callable
+
+
+def plan(call: _Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Plan:
+    """The shardings that the rule allows, nearest to the operands' own, and the collectives it implies.
+
+    run: the call on one device's buffers. specs: of the operands, and of the results where they are known.
+    """
+    axes = call.axes(operands)
+    assigned = assign(call, axes, *specs)
+    results = [(name, n) for name, n in zip(call.kernel.result_names, axes.results) if n is not None]
+    names = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
+    lost = {r: [a for n, axs in assigned.items() if n not in kept for a in axs] for r, kept in results}
+    summed = [a for r, op in call.kernel.reduce.items() if op == "sum" for a in lost.get(r, ())]
+    sharded = sorted(a for axs in assigned.values() for a in axs)
+
+    def local(*args):
+        args = list(args)
+        for i, name in enumerate(names):
+            if name in call.kernel.once and summed:
+                first = sum(jax.lax.axis_index(a) for a in summed) == 0
+                args[i] = jnp.where(first, args[i], jnp.zeros_like(args[i]))
+            if name in call.kernel.by_shard and sharded:
+                args[i] = args[i].at[0].add(jax.lax.axis_index(tuple(sharded)).astype(args[i].dtype))
+        out = run(*args)
+        return tuple(_combine(call, r, x, lost[r]) for (r, _), x in zip(results, out))
+
+    operand_specs = tuple(spec_of(n, assigned) for n in axes.operands if n is not None)
+    return Plan(operand_specs, tuple(spec_of(n, assigned) for _, n in results), local)
+
+
+def _combine(call: _Call, result: str, x, mesh_axes: list[str]):
+    how = call.kernel.reduce.get(result)
+    if not mesh_axes:
+        return x
+    if how == "max":
+        return pmax(x, tuple(mesh_axes))
+    if how == "sum":
+        return jax.lax.psum(x, tuple(mesh_axes))
+    raise AssertionError(f"{call.kernel.name}: {result} lost the mesh axes {mesh_axes} and has no `reduce`")
+
+
+def pmax(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Maximum of f32 amaxes over mesh axes, NaN where any shard has one (collectives may drop it)."""
+    # For non-negative floats the order of the bits is the order of the values, with NaN above all.
+    return jax.lax.bitcast_convert_type(jax.lax.pmax(jax.lax.bitcast_convert_type(x, jnp.int32), axes), jnp.float32)
