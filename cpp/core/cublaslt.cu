@@ -491,8 +491,8 @@ ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream
   if (!lt.error.empty()) return ffi::Error::Internal(lt.error);
   Status status(lt);
   Prepared prepared;
-  // What was not foreseen is made without measuring, as a graph may be being captured: another GPU of the kind takes
-  // what was measured on the first; sizes that were not known take the first algorithm, unless it is on disk.
+  // What was not foreseen, sizes that were not known when compiled, is not measured: a graph may be being captured. It
+  // takes the first algorithm, unless another is on disk.
   if (find_plan(status, p, /*may_measure=*/false, prepared)) {
     Plan& plan = *prepared.plan;
     const float alpha = 1.f, beta = p.c ? 1.f : 0.f;

@@ -11,7 +11,7 @@
 #include "xla/ffi/api/ffi.h"
 
 #ifdef TE_CUDA
-#include "core/own_device.h"
+#include "core/own_devices.h"
 #endif
 
 namespace te {
@@ -45,7 +45,8 @@ struct Registrar {
 using Buffers = ffi::Span<const int64_t>;
 
 // An initializer of operands, results and attributes, run when a program is compiled: on buffers that have a dtype and
-// dimensions but no data. So what it makes, and times, once for calls like this one is there before the first step.
+// dimensions but no data, for each GPU of the process. So what it makes, and times, once for calls like this one is
+// there before the first step.
 template <auto kInitialize>
 class Instantiation {
   template <typename... Arguments>
@@ -58,12 +59,17 @@ class Instantiation {
 
   static ffi::Error run(Attributes attributes) {
     const std::vector<XLA_FFI_Buffer> buffers = decode(attributes.buffers);
-    if (buffers.empty() || !use_own_device()) return ffi::Error::Success();
+    if (buffers.empty()) return ffi::Error::Success();
     if (buffers.size() != kBuffers) {
       return ffi::Error::InvalidArgument("buffers: expected " + std::to_string(kBuffers) + " descriptions, got " +
                                          std::to_string(buffers.size()));
     }
-    return call(attributes, buffers, std::make_index_sequence<kBuffers>());
+    ffi::Error error = ffi::Error::Success();
+    for (const int device : own_devices()) {
+      cudaSetDevice(device);
+      if (error.success()) error = call(attributes, buffers, std::make_index_sequence<kBuffers>());
+    }
+    return error;
   }
 
  private:

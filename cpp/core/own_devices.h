@@ -1,9 +1,11 @@
-// The GPU that XLA runs on, while a program is compiled: XLA makes none current then, and CUDA's first may be another
+// The GPUs of this process, while a program is compiled: XLA makes none current then, and CUDA's first may be another
 // process's.
 #pragma once
 
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+
+#include <vector>
 
 namespace te {
 
@@ -19,15 +21,15 @@ inline bool has_context(int device) {
   return get_state && get_state(device, &flags, &active) == 0 && active;
 }
 
-// Makes a device of this process current, where none is; false where it has none, and compiles for another's.
-inline bool use_own_device() {
+// None where the process only compiles for another's; the one that is current comes last.
+inline std::vector<int> own_devices() {
   int current = 0, count = 0;
-  if (cudaGetDevice(&current) != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) return false;
-  if (has_context(current)) return true;
-  for (int device = 0; device < count; ++device) {
-    if (has_context(device)) return cudaSetDevice(device) == cudaSuccess;
+  if (cudaGetDevice(&current) != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) return {};
+  std::vector<int> devices;
+  for (int i = 1; i <= count; ++i) {
+    if (const int device = (current + i) % count; has_context(device)) devices.push_back(device);
   }
-  return false;
+  return devices;
 }
 
 }  // namespace te
