@@ -44,11 +44,9 @@ def test_sizes_that_are_not_known_are_not_described():
     (m,) = jax.export.symbolic_shape("m")
     assert not len(_described([A, jax.ShapeDtypeStruct((m, 128), jnp.bfloat16)]))
     a = jax.ShapeDtypeStruct((m, 128), jnp.bfloat16)
-    exported = jax.export.export(jax.jit(product), platforms=("cuda",), disabled_checks=TE)(a, B)
+    checks = [jax.export.DisabledSafetyCheck.custom_call("te_gemm")]
+    exported = jax.export.export(jax.jit(product), platforms=("cuda",), disabled_checks=checks)(a, B)
     assert "@te_gemm" in exported.mlir_module()
-
-
-TE = [jax.export.DisabledSafetyCheck.custom_call("te_gemm")]
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.uint32, jnp.float16, jnp.float32, jnp.bfloat16, E4M3])
