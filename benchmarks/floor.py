@@ -1,7 +1,6 @@
 """The least time a layer can take: its products at the best algorithm's time, its attention at the best backend's, and
 the bytes that each other stage must move, at a copy's speed; all measured in the process that measures the layer.
 
-Products are those of cuBLASLt at the fastest algorithm that it offers; XLA chooses among the same, and took as long.
 Not counted: what an epilogue can do (biases, residual additions), vectors, launches. A stage's operands and results
 count once each; nothing stays in a cache between stages.
 """
@@ -70,7 +69,7 @@ class Machine:
         return Floor(gemms, self._attention(shape), sum(stages(shape, fp8).values()) / self._bandwidth)
 
     def _gemm(self, product: Product, fp8: bool) -> float:
-        against = ["fp8-fast", "fp8-split"] if fp8 else ["bf16"]
+        against = [name for name in gemm.CONTENDERS if (gemm.precision(name) == "fp8") == fp8]
         return _best(gemm.measure(product, against, **TIMING))
 
     def _attention(self, shape: Shape) -> float:

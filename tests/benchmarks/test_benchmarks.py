@@ -11,6 +11,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import compare, floor, gemm, kernels, layer, peers, readme, report, sharded
 from benchmarks.shapes import SHAPES, products
+from benchmarks.timing import Timing
 from examples.gpt.data import load
 from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.quantize import amax
@@ -140,6 +141,23 @@ def test_what_a_floor_counts(config, tflop, gigabytes):
     assert math.isclose(sum(p.flop for p in products(shape)) / 1e12, tflop, rel_tol=5e-3)
     assert math.isclose(sum(floor.stages(shape, fp8=True).values()) / 1e9, gigabytes, rel_tol=5e-3)
     assert floor.stages(shape, fp8=False).keys() < floor.stages(shape, fp8=True).keys()
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_a_floor_asks_every_contender(monkeypatch, fp8):
+    """XLA's choice of algorithm too: a floor of our own products alone would follow our own mistakes."""
+    asked = []
+
+    def measure(product, against, **_):
+        asked.append(set(against))
+        return {"one": Timing(1.0, 0.0)}, {}
+
+    monkeypatch.setattr(floor.gemm, "measure", measure)
+    machine = object.__new__(floor.Machine)
+    assert sum(machine._gemm(product, fp8) for product in products(SHAPES["tiny"])) == 12.0
+    kind = "fp8" if fp8 else "bf16"
+    assert asked == 12 * [{name for name in floor.gemm.CONTENDERS if name.startswith(kind)}]
+    assert all(f"{kind}-xla" in names for names in asked)
 
 
 def test_train_compares_losses_on_the_same_bytes(tmp_path):
