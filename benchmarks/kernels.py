@@ -61,6 +61,11 @@ def cases(rows: int, hidden: int) -> Iterator[Case]:
             lambda *args, forward=forward: forward(*args, epsilon=1e-6, dtype=E4M3, y_t=True, amax=True),
             [x, *parameters, scalar],
         )
+        yield (
+            f"{name} forward, its amax alone",
+            lambda *args, forward=forward: forward(*args, None, epsilon=1e-6, y=False, amax=True),
+            [x, *parameters],
+        )
         saved = [x, x, parameters[0], *statistics]
         yield f"{name} backward", lambda *args, backward=backward: backward(*args, None), saved
         yield f"{name} backward + residual", backward, [*saved, x]
@@ -73,6 +78,16 @@ def cases(rows: int, hidden: int) -> Iterator[Case]:
             [z, scalar],
         )
         yield f"{name} backward", lambda dy, z, name=name: activation_bwd(dy, z, None, activation=name), [x, z]
+        yield (
+            f"{name} forward, its amax alone",
+            lambda z, name=name: activation_fwd(z, None, activation=name, y=False, amax=True),
+            [z],
+        )
+        yield (
+            f"{name} backward, its amax alone",
+            lambda dy, z, name=name: activation_bwd(dy, z, None, activation=name, dz=False, amax=True),
+            [x, z],
+        )
         bias = ((inputs, hidden), F32)
         yield f"{name} forward + bias", lambda z, b, name=name: activation_fwd(z, None, b, activation=name), [z, bias]
         yield (

@@ -21,6 +21,18 @@ static __device__ Tally tallies[kTallies];
 struct AmaxTarget {
   float* value = nullptr;
   int tally = -1;
+
+  // What is known of the maximum while blocks run, and a warp's contribution to it, where it has more.
+  __device__ __forceinline__ float so_far() const { return __uint_as_float(__ldcg(shared())); }
+  __device__ __forceinline__ void note(float mine, float known) const {
+    const uint32_t most = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));
+    if (threadIdx.x % 32 == 0 && most > __float_as_uint(known)) atomicMax(shared(), most);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t* shared() const {
+    return tally < 0 ? reinterpret_cast<uint32_t*>(value) : &tallies[tally].most;
+  }
 };
 
 // Kernels that run at the same time have results at different addresses: a tally for each that ever was suffices.

@@ -1,5 +1,9 @@
 // What the CUDA kernels share: 8 values as the unit of access, the casts of dtype.h as instructions, block
 // reductions, and launching. Kernels keep values in f32 between a load and a store.
+//
+// Products go from the first row to the last, kernels from the last to the first: each begins with what the one before
+// left in the L2 cache, which is worth 5 to 7 % of a kernel's time where a tensor is about as large as that. Only the
+// maximum of a tensor is taken from the first row on, as the cast that needs it begins with the last.
 #pragma once
 
 #include <cuda_bf16.h>

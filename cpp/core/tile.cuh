@@ -192,6 +192,24 @@ struct Operand<AnyDtype> {
 constexpr int kTileSide = 128;
 constexpr int kTileThreads = 256;
 
+// Where a tile is. Bands of 8 rows of tiles, walked down before across: the blocks that run together then touch long
+// stretches of x and of y_t, and DRAM pages stay open for both.
+struct TilePlace {
+  int64_t row, col;  // in tiles
+
+  __device__ __forceinline__ TilePlace(const Result& out, unsigned number) {
+    constexpr int kBand = 8;
+    const int tile = static_cast<int>(number);
+    const int col_tiles = static_cast<int>((out.cols + kTileSide - 1) / kTileSide);
+    const int row_tiles = static_cast<int>((out.rows + kTileSide - 1) / kTileSide);
+    const int band = tile / (kBand * col_tiles), in_band = tile - band * kBand * col_tiles;
+    const int height = min(kBand, row_tiles - band * kBand);
+    row = band * kBand + in_band % height;
+    col = in_band / height;
+  }
+};
+
+// From the last tile to the first, see cuda.cuh.
 template <typename Producer, Stored kStored>
 __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(const Producer in, const Result out) {
   constexpr int kOutputs = Producer::kOutputs, kAhead = Producer::kAhead;
@@ -201,17 +219,8 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
   __shared__ float warp_sums[kOutputs][kTileThreads / 32][kTileSide];
   __shared__ BlockAmax amax;
 
-  // ---- Which tile. Bands of 8 rows of tiles, walked down before across: the blocks that run together then touch
-  // ---- long stretches of x and of y_t, and DRAM pages stay open for both.
-  constexpr int kBand = 8;
-  const int col_tiles = static_cast<int>((out.cols + kTileSide - 1) / kTileSide);
-  const int row_tiles = static_cast<int>((out.rows + kTileSide - 1) / kTileSide);
-  const int band = static_cast<int>(blockIdx.x) / (kBand * col_tiles);
-  const int in_band = static_cast<int>(blockIdx.x) - band * kBand * col_tiles;
-  const int height = min(kBand, row_tiles - band * kBand);
-  const int64_t row_tile = band * kBand + in_band % height;
-  const int64_t row0 = row_tile * kTileSide, col0 = static_cast<int64_t>(in_band / height) * kTileSide;
-
+  const TilePlace place(out, gridDim.x - 1 - blockIdx.x);
+  const int64_t row_tile = place.row, row0 = row_tile * kTileSide, col0 = place.col * kTileSide;
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const int64_t col = col0 + tx * 8;
   const bool vector = kWhole || out.vector;

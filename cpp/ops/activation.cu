@@ -10,6 +10,7 @@ namespace {
 // A curve known at compile time, and one that every block branches to, 8 values at a time: 2 instructions a value more.
 template <typename C>
 struct Fixed {
+  static constexpr bool kBounded = C::kBounded;
   C curve;
 
   template <typename F>
@@ -18,6 +19,7 @@ struct Fixed {
   }
 };
 struct AnyCurve {
+  static constexpr bool kBounded = false;
   Curve curve;
 
   template <typename F>
@@ -52,7 +54,9 @@ struct BiasColumns<kInputs, false> {
 
 template <typename T, bool kGated, bool kBias, typename C>
 struct Forward {
-  static constexpr int kOutputs = 1, kAhead = 1, kBlocks = sizeof(T) != 2 ? 2 : kGated ? 3 : 4;
+  static constexpr int kOperands = kGated ? 2 : 1, kOutputs = 1;
+  static constexpr int kAhead = 1, kBlocks = sizeof(T) != 2 ? 2 : kGated ? 3 : 4;
+  static constexpr bool kBiased = kBias, kBounded = !kBias && !std::is_same_v<T, AnyDtype> && C::kBounded;
   using Type = T;
   using Columns = BiasColumns<kGated ? 2 : 1, kBias>;
   struct Raw {
@@ -89,8 +93,9 @@ struct Forward {
 
 template <typename T, bool kGated, bool kBias, typename C>
 struct Backward {
-  static constexpr int kOutputs = kGated ? 2 : 1, kAhead = 1;
+  static constexpr int kOperands = kGated ? 3 : 2, kOutputs = kGated ? 2 : 1, kAhead = 1;
   static constexpr int kBlocks = (kGated ? 1 : 2) + (sizeof(T) == 2);
+  static constexpr bool kBiased = kBias, kBounded = !kBias && !std::is_same_v<T, AnyDtype> && C::kBounded;
   using Type = T;
   using Columns = BiasColumns<kOutputs, kBias>;
   struct Raw {
@@ -129,6 +134,91 @@ struct Backward {
     });
   }
 };
+
+// ---- The maximum alone, as a recipe without history needs it before the cast
+
+// |v| of 8 columns, at most.
+template <typename T, bool kGated, typename C>
+__device__ __forceinline__ float bound(const Forward<T, kGated, false, Fixed<C>>&,
+                                       const typename Forward<T, kGated, false, Fixed<C>>::Raw& raw) {
+  float most = 0.f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) most = max_abs(most, C::most(raw.z[j]).value * (kGated ? raw.gate[j] : 1.f));
+  return most;
+}
+template <typename T, bool kGated, typename C>
+__device__ __forceinline__ float bound(const Backward<T, kGated, false, Fixed<C>>&,
+                                       const typename Backward<T, kGated, false, Fixed<C>>::Raw& raw) {
+  float most = 0.f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const Point p = C::most(raw.z[j]);
+    if constexpr (kGated) {
+      most = max_abs(max_abs(most, raw.dy[j] * raw.gate[j] * p.slope), raw.dy[j] * p.value);
+    } else {
+      most = max_abs(most, raw.dy[j] * p.slope + 0.f * raw.z[j]);  // NaN where z is
+    }
+  }
+  return most;
+}
+
+// Blocks stay and take tiles in turn. Values are computed only where they may exceed the most that is known so far, of
+// all blocks: after the first tiles, next to nowhere, and a bound is cheap.
+constexpr int kAmaxBlocks = 4;  // on a multiprocessor
+
+template <typename Producer>
+__global__ void __launch_bounds__(kTileThreads, kAmaxBlocks)
+    amax_tiles(const Producer in, const Result out, int64_t tiles) {
+  constexpr int kRows = 8 / Producer::kOperands;  // of a thread at a time
+  __shared__ BlockAmax amax;
+  float most = 0.f;
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const TilePlace place(out, static_cast<unsigned>(tile));
+    const int64_t col = place.col * kTileSide + threadIdx.x % 16 * 8;
+    const float known = out.amax.so_far();
+#pragma unroll 1
+    for (int first = threadIdx.x / 16 * kRows; first < kTileSide; first += kTileThreads / 16 * kRows) {
+      const int64_t row = place.row * kTileSide + first;
+      const int64_t rows_here = col < out.cols ? out.rows - row : 0;
+      typename Producer::Raw raw[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (i < rows_here) raw[i] = in.load(row + i, (row + i) * out.cols, col, 8, true);
+      }
+      most = max_abs(most, known);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (i >= rows_here || bound(in, raw[i]) <= most) continue;
+        float v[Producer::kOutputs][8];
+        in.values(raw[i], {}, v);
+#pragma unroll
+        for (int o = 0; o < Producer::kOutputs; ++o) most = max_abs(most, v[o]);
+      }
+    }
+    out.amax.note(most, known);
+  }
+  amax.note(most);
+  __syncthreads();
+  amax.merge(out.amax);
+}
+
+template <typename Producer>
+ffi::Error launch_amax(cudaStream_t stream, const Producer& in, Result out) {
+  const int64_t tiles = out.row_tiles() * ceil_div(out.cols, kTileSide);
+  const int64_t blocks = std::min<int64_t>(tiles, kAmaxBlocks * current_device().multiprocessors);
+  TE_CUDA_CHECK(prepare_amax(stream, blocks, &out.amax));
+  if (out.amax.value) TE_CUDA_CHECK(launch({blocks, kTileThreads}, stream, amax_tiles<Producer>, in, out, tiles));
+  return ffi::Error::Success();
+}
+
+// What a handler does with its producer.
+template <typename Producer>
+ffi::Error run(cudaStream_t stream, const Producer& in, const Result& out, float* colsum, void* workspace) {
+  if constexpr (Producer::kBounded) {
+    if (!out.y && !out.y_t && !colsum) return launch_amax(stream, in, out);
+  }
+  return launch_tiles<!Producer::kBiased>(stream, in, out, colsum, workspace);
+}
 
 // Calls f(T{}, std::bool_constant<gated>{}, curve), with AnyDtype where operands differ in dtype or are not whole
 // vectors. The two curves of most models have kernels of their own in bf16, and so has the one with parameters.
@@ -173,7 +263,7 @@ ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, In bias, Out y, Ou
     return with_bias(bias, [&](auto biased) {
       const Forward<decltype(t), decltype(gated)::value, decltype(biased)::value, decltype(curve)> in{
           {z.untyped_data(), z.element_type()}, added, cols, curve};
-      return launch_tiles<!decltype(biased)::value>(stream, in, out);
+      return run(stream, in, out, nullptr, nullptr);
     });
   });
 }
@@ -195,8 +285,7 @@ ffi::Error ActivationBwd(cudaStream_t stream, In dy, In z, In scale, In bias, Ou
     return with_bias(bias, [&](auto biased) {
       const Backward<decltype(t), decltype(gated)::value, decltype(biased)::value, decltype(curve)> in{
           {m.data, m.dtype}, {z.untyped_data(), z.element_type()}, added, m.cols, curve};
-      return launch_tiles<!decltype(biased)::value>(stream, in, out, data_or_null<float>(dbias),
-                                                    workspace->untyped_data());
+      return run(stream, in, out, data_or_null<float>(dbias), workspace->untyped_data());
     });
   });
 }

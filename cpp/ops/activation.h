@@ -66,6 +66,7 @@ TE_MATH Point gated_by_logistic(float x, float c, float v, float dv) {
 
 // What curve(z[0]) is multiplied by where A = 2, as a function of z[1].
 struct LinearGate {
+  static constexpr bool kBounded = false;
   TE_MATH static Point gate(float x) { return {x, 1.f}; }
 };
 
@@ -78,6 +79,9 @@ struct Gelu : LinearGate {
     const float c = at_most(9.9f, x);
     return gated_by_logistic(x, c, c * (kLinear + kCubic * (c * c)), kLinear + 3.f * kCubic * (c * c));
   }
+  // Bounds of |value| and |slope| that are cheaper than these; NaN where x is.
+  static constexpr bool kBounded = true;
+  TE_MATH static Point most(float x) { return {at_least(0.1701f, x), 1.13f}; }
 };
 struct Silu : LinearGate {
   TE_MATH static Point at(float x) {
@@ -85,6 +89,8 @@ struct Silu : LinearGate {
     const float c = at_most(87.f, x);
     return gated_by_logistic(x, c, c, 1.f);
   }
+  static constexpr bool kBounded = true;
+  TE_MATH static Point most(float x) { return {at_least(0.2785f, x), 1.1f}; }
 };
 struct QuickGelu : LinearGate {
   TE_MATH static Point at(float x) {
@@ -112,6 +118,7 @@ struct SquaredRelu : LinearGate {
 // GPT-OSS's swiglu: c logistic(alpha c) with c = min(x, limit), times x + offset with x within [-limit, limit]. Flat
 // beyond the limits. limit and alpha are positive and finite.
 struct ClampedSilu {
+  static constexpr bool kBounded = false;
   float limit;
   float alpha;
   float offset;

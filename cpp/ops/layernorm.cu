@@ -113,7 +113,9 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   const int cols_here = static_cast<int>(min(out.cols - col0, int64_t{S::kCols}));
   const auto here = [&](int step) { return (step * 32 + lane) * 8 < cols_here; };
   const float per_column = 1.f / static_cast<float>(out.cols), per_column_here = 1.f / static_cast<float>(cols_here);
-  const int64_t first = blockIdx.x / cluster * kStripRows, stride = gridDim.x / cluster * kStripRows;
+  // From the last strip to the first, see cuda.cuh.
+  const int64_t strips = (out.rows + kStripRows - 1) / kStripRows, stride = gridDim.x / cluster * kStripRows;
+  const int64_t first = (strips - 1 - blockIdx.x / cluster) * kStripRows;
   // Where the 4 rows begin for this thread. Rows beyond the last repeat it: nothing else need know of them.
   const auto offset = [&](int64_t row0, int i) {
     return min(row0 + warp * 4 + i, out.rows - 1) * out.cols + col0 + lane * 8;
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   cluster_wait();
 
   int turn = 0;
-  for (int64_t row0 = first; row0 < out.rows; row0 += stride, ++turn) {
+  for (int64_t row0 = first; row0 >= 0; row0 -= stride, ++turn) {
     if (cluster > 1 && threadIdx.x == 0) expect_bytes(&shared.arrived[turn % 2], cluster * kStripRows * sizeof(float2));
     // ---- Take this strip, ask for the next
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -166,7 +168,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
         for (int q = 0; q < Vec8<T>::kQuads; ++q) raw[step][i].set_quad(q, shared.next[step][i][q][threadIdx.x]);
       }
     }
-    if (row0 + stride < out.rows) fetch(row0 + stride);
+    if (row0 >= stride) fetch(row0 - stride);
 
     // ---- This block's share of the statistics. From here to the exchange lane l has row l / 8 of the warp's.
     float mean = 0.f, sums[4];
@@ -379,10 +381,10 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
   out.vector = out.vector && aligned(a.x) && aligned(a.gamma.data) && aligned(a.beta.data);
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
   if (out.vector && current_device().architecture >= 90) {
-    // Few columns: one block that holds them all, as long as two such blocks fit, rather than several that wait for
-    // each other.
-    const bool one_block = out.cols > Strip<T, 2>::kCols && out.cols <= Strip<T, 4>::kCols && Strip<T, 4>::kBlocks > 1;
-    if (out.cols <= 8 * Strip<T, 2>::kCols && !one_block) {
+    // As few blocks a cluster as two to a multiprocessor allow: they wait for each other, and clusters of 8 leave a
+    // tenth of the multiprocessors out.
+    const bool wide = Strip<T, 4>::kBlocks > 1 ? out.cols > Strip<T, 2>::kCols : out.cols > 8 * Strip<T, 2>::kCols;
+    if (!wide) {
       TE_CUDA_CHECK((launch_strips<T, 2>(stream, a, out)));
       return ffi::Error::Success();
     }

@@ -59,13 +59,14 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
   __shared__ float2 slots[2][kThreads / 32];
   const int group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kGroups;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGroups + group;
+  // From the last row to the first, see cuda.cuh.
+  const int64_t first = a.rows - 1 - (static_cast<int64_t>(blockIdx.x) * kGroups + group);
   const auto column = [&](int k) { return (k * kGroup + lane) * 8; };
   const auto slot = [&](int stage, int operand, int k, int quad) {
     return ring + (((stage * kOperands + operand) * kVectors + k) * kQuads + quad) * kThreads + threadIdx.x;
   };
   const auto fetch = [&](int64_t row, int stage) {
-    if (row < a.rows) {
+    if (row >= 0) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
         if (column(k) >= a.cols) continue;
@@ -87,21 +88,21 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
     return v;
   };
 
-  for (int s = 0; s < stages; ++s) fetch(first + s * stride, s);
+  for (int s = 0; s < stages; ++s) fetch(first - s * stride, s);
   float gamma[kVectors][8] = {}, dgamma[kVectors][8] = {}, dbeta[kVectors][8] = {};
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     if (column(k) < a.cols) a.gamma.get8(column(k), 8, true, gamma[k]);
   }
   const float per_column = 1.f / static_cast<float>(a.cols);
-  const auto statistic = [&](const float* p, int64_t row) { return p && row < a.rows ? __ldg(p + row) : 0.f; };
+  const auto statistic = [&](const float* p, int64_t row) { return p && row >= 0 ? __ldg(p + row) : 0.f; };
   float next_mean = statistic(a.mean, first), next_rstd = statistic(a.rstd, first);
 
   int stage = 0, parity = 0;
-  for (int64_t row = first; row < a.rows; row += stride) {
+  for (int64_t row = first; row >= 0; row -= stride) {
     const float mean = next_mean, rstd = next_rstd;
-    next_mean = statistic(a.mean, row + stride);
-    next_rstd = statistic(a.rstd, row + stride);
+    next_mean = statistic(a.mean, row - stride);
+    next_rstd = statistic(a.rstd, row - stride);
     // The copies of this row have landed; the younger ones may be under way.
     if (stages >= 3) {
       asm volatile("cp.async.wait_group 2;" ::: "memory");
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
       }
       store8(static_cast<T*>(a.dx) + row * a.cols + column(k), round8<T>(dx), 8, true);
     }
-    fetch(row + stages * stride, stage);
+    fetch(row - stages * stride, stage);
     stage = stage + 1 == stages ? 0 : stage + 1;
     parity ^= 1;
   }

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(256) rope_rotate(const Rope a) {
   using U = Units<kWidth, kParts>;
   constexpr int kHeads = 4 / kParts;  // at a time, loaded before any is turned: 4 loads on their way
   const U units(a.shape);
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+  const int64_t thread = (static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x) * 256 + threadIdx.x;  // see cuda.cuh
   const int64_t unit = thread % units.all, slice = thread / units.all % a.slices;
   const int64_t token = thread / units.all / a.slices;
   if (token >= a.shape.tokens) return;

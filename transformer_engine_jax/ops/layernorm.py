@@ -21,7 +21,7 @@ from transformer_engine_jax.ops.result import store
 
 
 class LayerNormFwd(NamedTuple):
-    y: jax.Array  # [.., K] in dtype
+    y: jax.Array | None  # [.., K] in dtype
     y_t: jax.Array | None  # fp8[K, ..] its transposed copy
     mean: jax.Array  # f32[..]
     rstd: jax.Array  # f32[..] 1 / sqrt(variance + epsilon)
@@ -29,7 +29,7 @@ class LayerNormFwd(NamedTuple):
 
 
 class RmsNormFwd(NamedTuple):
-    y: jax.Array  # [.., K] in dtype
+    y: jax.Array | None  # [.., K] in dtype
     y_t: jax.Array | None  # fp8[K, ..] its transposed copy
     rstd: jax.Array  # f32[..] 1 / sqrt(mean square + epsilon)
     amax: jax.Array | None  # f32[] max |y| before scaling
@@ -60,27 +60,30 @@ def _sum_rows(x):
 
 @kernel("... k, k, k, - -> ... k, k ..., ..., ..., -", whole="k", reduce={"amax": "max"})
 def layernorm_fwd(
-    x, gamma, beta, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y_t=False, amax=False
+    x, gamma, beta, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False
 ) -> LayerNormFwd:
-    """y = (x - mean) * rstd * g + beta; with a scale f32[], y is FP8 (`dtype`), without it x's dtype or `dtype`."""
+    """y = (x - mean) * rstd * g + beta; with a scale f32[], y is FP8 (`dtype`), without it x's dtype or `dtype`.
+
+    Without y, amax is that of the values themselves, in f32.
+    """
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     centred = wide - mean
     rstd = 1.0 / jnp.sqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
     values = centred * rstd * _g(gamma, zero_centered_gamma) + beta.astype(jnp.float32)
-    out = store("layernorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, transposed=y_t, amax=amax)
+    out = store("layernorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, y=y, transposed=y_t, amax=amax)
     return LayerNormFwd(out.y, out.y_t, mean[..., 0], rstd[..., 0], out.amax)
 
 
 @kernel("... k, k, - -> ... k, k ..., ..., -", whole="k", reduce={"amax": "max"})
 def rmsnorm_fwd(
-    x, gamma, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y_t=False, amax=False
+    x, gamma, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False
 ) -> RmsNormFwd:
-    """y = x * rstd * g; with a scale f32[], y is FP8 (`dtype`), without it x's dtype or `dtype`."""
+    """y = x * rstd * g; as `layernorm_fwd`."""
     wide = x.astype(jnp.float32)
     rstd = 1.0 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     values = wide * rstd * _g(gamma, zero_centered_gamma)
-    out = store("rmsnorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, transposed=y_t, amax=amax)
+    out = store("rmsnorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, y=y, transposed=y_t, amax=amax)
     return RmsNormFwd(out.y, out.y_t, rstd[..., 0], out.amax)
 
 

@@ -184,9 +184,9 @@ def cast_result(scales: Scales, q, q_t, amax, colsum=None) -> Cast:
     return Cast(*tensors, amax, colsum)
 
 
-def quantize_for(quantizer: Quantizer, x, *, k_axes=1, q=True, q_t=False, colsum=False, amax_of_x=None) -> Cast:
-    """Quantizes x[m.., k..] as its Quantizer says; `amax_of_x` where the caller already has it."""
-    scales = quantizer_scale(quantizer, lambda: amax(x) if amax_of_x is None else amax_of_x)
+def quantize_for(quantizer: Quantizer, x, *, k_axes=1, q=True, q_t=False, colsum=False) -> Cast:
+    """Quantizes x[m.., k..] as its Quantizer says."""
+    scales = quantizer_scale(quantizer, lambda: amax(x))
     out = quantize(x, scales.scale, dtype=quantizer.spec.dtype, k_axes=k_axes, q=q, q_t=q_t, colsum=colsum)
     return cast_result(scales, out.q, out.q_t, out.amax, out.colsum)
 
