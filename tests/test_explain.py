@@ -1,5 +1,7 @@
 """explain tells what runs: every kernel and product of a step, how often, in which precision, and where."""
 
+import importlib
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.decisions import decided
+from transformer_engine_jax.explain import _products
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention import backends
 from transformer_engine_jax.ops.gemm import gemm
@@ -73,6 +76,31 @@ def test_the_table_and_the_memory(fp8_mlp):
     assert "m=32 k=32 n=48" in text and "a=e5m2 b=e4m3 -> d=bf16" in text and "no collectives" in text
     assert len({line.index("te_gemm in") for line in text.splitlines() if "te_gemm in" in line}) == 1  # aligned
     assert fp8_mlp.compiled.temp_bytes > 0 and fp8_mlp.compiled.argument_bytes > 4 * 2 * 32 * 48
+
+
+def test_a_gpus_algorithms_are_told_where_it_is_compiled(fp8_mlp):
+    products = fp8_mlp.compiled.products
+    if jax.default_backend() == "cpu":
+        assert products == ()
+        return
+    assert sum(p.count for p in products) == 6
+    assert {p.name.split(" -> ")[0] for p in products} >= {"m=32 n=48 k=32 f8_e4m3fn x f8_e4m3fn"}
+    assert all(p.algorithm.startswith("algorithm ") for p in products)
+    assert f" x {products[0].name} by cuBLASLt's {products[0].algorithm}" in str(fp8_mlp)
+
+
+def test_calls_of_te_gemm_are_found_in_a_compiled_program(monkeypatch):
+    call = (
+        '%ffi_call.{0} = (bf16[256,64], u8[33554688]) custom-call(%a, %b), custom_call_target="te_gemm", '
+        "api_version=API_VERSION_TYPED_FFI, backend_config={{buffers = dense<[16, 2, 256, {1}]> : tensor<4xi64>, "
+        "k_axes = 1 : i64, split_accumulator = true}}"
+    )
+    answers = {256: "m=256 f8 x f8: algorithm 2: 0.5 ms", 512: ""}  # the second has none: an empty product
+    module = importlib.import_module("transformer_engine_jax.explain")  # te.explain is the function
+    monkeypatch.setattr(module, "gemm_algorithm", lambda b, k_axes, split: answers[b[-1]] if split else "")
+    text = "\n".join(call.format(i, k) for i, k in enumerate((256, 512, 256)))
+    (product,) = _products(text)
+    assert product == ("m=256 f8 x f8", 2, "algorithm 2: 0.5 ms")
 
 
 def test_high_precision_products_and_references_are_told_apart():

@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from transformer_engine_jax.decisions import is_decision
-from transformer_engine_jax.handlers import HANDLERS
+from transformer_engine_jax.handlers import HANDLERS, gemm_algorithm
 from transformer_engine_jax.kernel import kernel_p
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
@@ -79,20 +79,31 @@ class Collective(NamedTuple):
     bytes: int  # of all results
 
 
+class Product(NamedTuple):
+    """A kind of te_gemm in the compiled program; one inside a loop counts once."""
+
+    name: str  # "m=16384 n=4096 k=4096 e4m3 x e5m2 -> f32"
+    count: int
+    algorithm: str  # cuBLASLt's, and how long it took when it was chosen
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiled program of one device needs."""
+    """What the compiled program of one device needs, and on a GPU how its products run."""
 
     temp_bytes: int
     argument_bytes: int
     output_bytes: int
     collectives: tuple[Collective, ...]
+    products: tuple[Product, ...]
 
     def __str__(self) -> str:
         sizes = f"compiled: {_size(self.temp_bytes)} temp, {_size(self.argument_bytes)} arguments, "
         lines = [sizes + f"{_size(self.output_bytes)} results"]
         lines += [f"  {c.count} x {c.name}, {_size(c.bytes)} of results" for c in self.collectives]
-        return "\n".join(lines if self.collectives else [*lines, "  no collectives"])
+        lines += [] if self.collectives else ["  no collectives"]
+        lines += [f"  {p.count} x {p.name} by cuBLASLt's {p.algorithm}" for p in self.products]
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,9 +337,26 @@ def _hlo_bytes(shapes: str) -> int:
     return total
 
 
+# Of a call of te_gemm on a GPU, whose attributes XLA prints in the order of their names.
+_HLO_GEMM = re.compile(
+    r'"te_gemm".*\bbuffers = dense<\[(?P<buffers>[-\d, ]+)\]>.*\bk_axes = (?P<k_axes>\d+)'
+    r".*\bsplit_accumulator = (?P<split>true|false)"
+)
+
+
+def _products(text: str) -> tuple[Product, ...]:
+    found = collections.Counter(_HLO_GEMM.findall(text))
+    answers = [
+        (gemm_algorithm([int(n) for n in buffers.split(",")], int(k_axes), split == "true").partition(": "), count)
+        for (buffers, k_axes, split), count in found.items()
+    ]
+    return tuple(Product(name, count, algorithm) for (name, _, algorithm), count in answers if name)
+
+
 def _compiled(program) -> Compiled:
     found: dict[str, list[int]] = collections.defaultdict(list)
-    for match in _HLO_COLLECTIVE.finditer(program.as_text()):
+    text = program.as_text()
+    for match in _HLO_COLLECTIVE.finditer(text):
         found[match["name"]].append(_hlo_bytes(match["result"]))
     memory = program.memory_analysis()
     return Compiled(
@@ -336,6 +364,7 @@ def _compiled(program) -> Compiled:
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes,
         tuple(Collective(name, len(sizes), sum(sizes)) for name, sizes in found.items()),
+        _products(text),
     )
 
 
@@ -349,7 +378,8 @@ def explain(fn: Callable, *args, compile: bool = False, **kwargs) -> Explanation
       fn: a function of arrays, jitted or not; traced in the contexts (autocast, mesh) in force here. For the backward
         pass, give a function that takes gradients.
       args, kwargs: its arguments, or jax.ShapeDtypeStructs like them; nothing is computed.
-      compile: also compile it, for the collectives that the compiler inserts and the bytes of memory.
+      compile: also compile it, for the collectives that the compiler inserts, the bytes of memory, and on a GPU the
+        algorithm of each product.
 
     Returns:
       An Explanation: `print` it for a table, or read `rows` and `compiled`.

@@ -36,6 +36,14 @@ def _register_handlers() -> dict[str, dict[str, Any]]:
 HANDLERS = _register_handlers()
 
 
+def gemm_algorithm(buffers: list[int], k_axes: int, split_accumulator: bool) -> str:
+    """What a call of te_gemm with these attributes runs on this process's GPU, once compiled; "" where it is not."""
+    if "CUDA" not in HANDLERS:
+        return ""
+    cuda = importlib.import_module("transformer_engine_jax._cuda")
+    return cuda.gemm_algorithm(buffers, k_axes, split_accumulator)
+
+
 def cuda_import_error() -> str | None:
     """Why the CUDA module is not among HANDLERS, None where it is."""
     return _cuda_import_error

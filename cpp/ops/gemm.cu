@@ -241,6 +241,26 @@ ffi::Error GemmPrepare(In a, In b, In a_scale_inv, In b_scale_inv, In bias, In c
   return call.empty() || call.shape.k == 0 ? ffi::Error::Success() : prepare(call.product);
 }
 
+// What Python asks of a product that was prepared: the attributes of its call, and where the answer goes.
+struct GemmQuestion : GemmAttributes {
+  std::string* answer;
+};
+
+ffi::Error GemmAnswer(In a, In b, In a_scale_inv, In b_scale_inv, In bias, In c, In d_scale, Out d, Out amax,
+                      Out workspace, GemmQuestion question) {
+  Call call;
+  const Check check = plan({a, b, a_scale_inv, b_scale_inv, bias, c, d_scale}, d, amax, workspace, question, call);
+  if (check.failed() || call.empty()) return check.error();
+  *question.answer = algorithm_of(call.product);
+  return ffi::Error::Success();
+}
+
+std::string gemm_algorithm(const std::vector<int64_t>& buffers, int64_t k_axes, bool split_accumulator) {
+  std::string answer;
+  Instantiation<&GemmAnswer>::run({{k_axes, split_accumulator, Buffers(buffers.data(), buffers.size())}, &answer});
+  return answer;
+}
+
 ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv, In bias, In c, In d_scale, Out d,
                 Out amax, Out workspace, GemmAttributes attributes) {
   Call call;

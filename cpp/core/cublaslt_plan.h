@@ -1,0 +1,42 @@
+// A product as cuBLASLt knows it: made by cublaslt.cu, timed by cublaslt_timing.cu.
+#pragma once
+
+#include <mutex>
+#include <string>
+
+#include "core/cublaslt.h"
+#include "core/cublaslt_library.h"
+
+namespace te::lt {
+
+inline bool of_8_bits(DType dtype) { return dtype == DType::F8E4M3FN || dtype == DType::F8E5M2; }
+
+// A product ready to run but for its pointers. Kept for the life of the process.
+struct Plan {
+  std::mutex mutex;  // the description holds the pointers of the call that is being issued
+  cublasLtMatmulDesc_t product = nullptr;
+  cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
+  cublasLtMatmulAlgo_t algorithm = {};
+
+  std::string chosen;  // which algorithm that is, and why
+
+  ~Plan() {  // of a plan that failed
+    if (product) library().destroy_product(product);
+    for (cublasLtMatrixLayout_t layout : {a, b, c, d}) {
+      if (layout) library().destroy_layout(layout);
+    }
+  }
+};
+
+bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtProduct& p);
+
+// The fastest of the algorithms offered, the first unless another is clearly faster; index -1 where nothing could be
+// measured.
+struct Fastest {
+  int index;
+  float ms, first_ms;
+};
+Fastest fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
+                const cublasLtMatmulHeuristicResult_t* offered, int count);
+
+}  // namespace te::lt

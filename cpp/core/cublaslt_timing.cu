@@ -1,0 +1,175 @@
+// Which of cuBLASLt's algorithms is the fastest for a product: measured, not guessed.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "core/cublaslt_plan.h"
+
+namespace te::lt {
+namespace {
+
+constexpr int kRounds = 5;
+constexpr float kLeastMs = 0.1f;  // of a turn: less is measured badly
+// What another algorithm's time must be of that of the first offered to replace it: less is noise. Under sustained load
+// the first was within 1 % of the fastest for all of 16 large products with split accumulation, which a turn is too
+// short to show, so there another must win by more.
+constexpr float kWorthIt = 0.98f, kWorthItSustained = 0.92f;
+constexpr float kLargeMs = 0.2f;
+
+// Device memory for the time of a measurement; null where there is none left.
+class Borrowed {
+ public:
+  explicit Borrowed(int64_t bytes) {
+    if (cudaMalloc(&data_, static_cast<size_t>(bytes)) != cudaSuccess) data_ = nullptr, cudaGetLastError();
+  }
+  ~Borrowed() { cudaFree(data_); }
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+int64_t width(DType dtype) { return of_8_bits(dtype) ? 1 : dtype == DType::F32 ? 4 : 2; }
+
+// Entries of about normal distribution: products of zeros take less power, hence other times.
+__global__ void fill(void* data, DType dtype, int64_t size) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= size) return;
+  uint64_t bits = static_cast<uint64_t>(i + 1) * 0x9e3779b97f4a7c15u;
+  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9u;
+  bits = (bits ^ bits >> 27) * 0x94d049bb133111ebu;
+  float value = 0.f;
+  for (int j = 0; j < 8; ++j) value += static_cast<float>(bits >> 8 * j & 255) / 255.f - 0.5f;
+  if (dtype == DType::F32) {
+    static_cast<float*>(data)[i] = value;
+  } else if (dtype == DType::BF16) {
+    static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(value);
+  } else if (dtype == DType::F16) {
+    static_cast<__half*>(data)[i] = __float2half_rn(value);
+  } else {
+    const auto format = dtype == DType::F8E5M2 ? __NV_E5M2 : __NV_E4M3;
+    static_cast<__nv_fp8_storage_t*>(data)[i] = __nv_cvt_float_to_fp8(64.f * value, __NV_SATFINITE, format);
+  }
+}
+
+// A product like another, of random operands in borrowed memory: when it is timed, a program's own buffers may not be
+// there, or hold what a step is about to read.
+class Rehearsal {
+ public:
+  Rehearsal(const CublasLtProduct& p, cudaStream_t stream)
+      : product(p),
+        a_(p.m * p.k * width(p.a_dtype)),
+        b_(p.n * p.k * width(p.b_dtype)),
+        c_(p.c ? p.m * p.n * width(p.c_dtype) : 1),
+        d_(p.m * p.n * width(p.d_dtype)),
+        bias_(p.bias ? p.n * width(p.bias_dtype) : 1),
+        scalar_(sizeof(float)),
+        amax_(sizeof(float)),
+        scratch_(kCublasLtScratch),
+        stream_(stream) {
+    for (const Borrowed* borrowed : {&a_, &b_, &c_, &d_, &bias_, &scalar_, &amax_, &scratch_})
+      ready &= !!borrowed->data();
+    if (!ready) return;
+    product.a = filled(a_, p.a_dtype, p.m * p.k);
+    product.b = filled(b_, p.b_dtype, p.n * p.k);
+    product.d = d_.data();
+    if (p.c) product.c = filled(c_, p.c_dtype, p.m * p.n);
+    if (p.bias) product.bias = filled(bias_, p.bias_dtype, p.n);
+    for (const void** scale : {&product.a_scale_inv, &product.b_scale_inv, &product.d_scale}) {
+      if (*scale) *scale = filled(scalar_, DType::F32, 1);
+    }
+    if (p.amax) product.amax = amax_.data();
+  }
+
+  void* scratch() const { return scratch_.data(); }
+
+  CublasLtProduct product;
+  bool ready = true;
+
+ private:
+  const void* filled(const Borrowed& memory, DType dtype, int64_t size) const {
+    fill<<<static_cast<unsigned>((size + 255) / 256), 256, 0, stream_>>>(memory.data(), dtype, size);
+    return memory.data();
+  }
+
+  Borrowed a_, b_, c_, d_, bias_, scalar_, amax_, scratch_;
+  cudaStream_t stream_;
+};
+
+// What a measurement needs of the driver.
+struct Clock {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t began = nullptr, ended = nullptr;
+  bool ready;
+
+  Clock()
+      : ready(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess &&
+              cudaEventCreate(&began) == cudaSuccess && cudaEventCreate(&ended) == cudaSuccess) {}
+  ~Clock() {
+    if (began) cudaEventDestroy(began);
+    if (ended) cudaEventDestroy(ended);
+    if (stream) cudaStreamDestroy(stream);
+  }
+};
+
+// Milliseconds of a call of `repeats`, infinite where the algorithm fails.
+float time_of(cublasLtHandle_t handle, const Plan& plan, const Rehearsal& r, const cublasLtMatmulAlgo_t& algorithm,
+              const Clock& clock, int repeats) {
+  const CublasLtProduct& p = r.product;
+  const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
+  const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : p.d;
+  bool worked = cudaEventRecord(clock.began, clock.stream) == cudaSuccess;
+  for (int i = 0; i < repeats && worked; ++i) {
+    worked = library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d, plan.d,
+                              &algorithm, r.scratch(), kCublasLtScratch, clock.stream) == CUBLAS_STATUS_SUCCESS;
+  }
+  float ms = 0.f;
+  worked = cudaEventRecord(clock.ended, clock.stream) == cudaSuccess &&
+           cudaEventSynchronize(clock.ended) == cudaSuccess && worked &&
+           cudaEventElapsedTime(&ms, clock.began, clock.ended) == cudaSuccess;
+  return worked ? ms / repeats : std::numeric_limits<float>::infinity();
+}
+
+}  // namespace
+
+// They take turns, so that all see the same clocks: within a tenth of a second power lowers those.
+Fastest fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
+                const cublasLtMatmulHeuristicResult_t* offered, int count) {
+  const Clock clock;
+  if (!clock.ready) return {-1, 0.f, 0.f};
+  const Rehearsal rehearsal(p, clock.stream);
+  if (!rehearsal.ready || !set_pointers(status, plan.product, rehearsal.product)) return {-1, 0.f, 0.f};
+  std::vector<int> repeats(count);
+  std::vector<std::array<float, kRounds>> times(count);
+  for (int i = 0; i < count; ++i) {
+    time_of(handle, plan, rehearsal, offered[i].algo, clock, 1);  // the first call loads the kernel
+    const float ms = time_of(handle, plan, rehearsal, offered[i].algo, clock, 1);
+    repeats[i] = std::isinf(ms) ? 0 : std::min(static_cast<int>(kLeastMs / ms) + 1, 16);
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    for (int i = 0; i < count; ++i) {
+      times[i][round] = repeats[i] ? time_of(handle, plan, rehearsal, offered[i].algo, clock, repeats[i])
+                                   : std::numeric_limits<float>::infinity();
+    }
+  }
+  const auto median = [&](int i) {
+    std::nth_element(times[i].begin(), times[i].begin() + kRounds / 2, times[i].end());
+    return times[i][kRounds / 2];
+  };
+  const float first_ms = median(0);
+  const bool sustained = of_8_bits(p.a_dtype) && p.split_accumulator && first_ms > kLargeMs;
+  Fastest best = {0, first_ms, first_ms};
+  float least = first_ms * (sustained ? kWorthItSustained : kWorthIt);
+  for (int i = 1; i < count; ++i) {
+    if (const float ms = median(i); ms < least) best = {i, ms, first_ms}, least = ms;
+  }
+  return best;
+}
+
+}  // namespace te::lt
