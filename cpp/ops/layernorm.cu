@@ -150,6 +150,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   }
   const float scale = out.scale ? __ldg(out.scale) : 1.f;
   float most = 0.f;
+  __syncthreads();  // gamma and beta are there: st.async, which orders the strips, promises nothing of other stores
   cluster_wait();
 
   int turn = 0;
