@@ -33,6 +33,7 @@ from benchmarks import (
     train,
 )
 from benchmarks.shapes import SHAPES
+from benchmarks.timing import TURN
 
 MODULES = {
     "layer": layer,
@@ -88,6 +89,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         else:
             add("--rounds", type=int, default=12, help="in each of which every contender runs")
             add("--calls", type=int, default=5, help="of each contender in a round")
+            add("--turn", type=float, default=TURN, metavar="SECONDS", help="that it runs in a round, if calls are short")
         if name == "sharded":
             add("--devices", type=int, metavar="N", help="how many (default: all)")
         if name == "layer":
@@ -108,7 +110,7 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
         return train.run(args.config, chosen(args.against or train.DEFAULT, peers.CONTENDERS), train.Options.of(args))
     if args.what == "accumulation":
         return accumulation.run(args.lengths, args.size)
-    timing = {"rounds": args.rounds, "calls_per_round": args.calls}
+    timing = {"rounds": args.rounds, "calls_per_round": args.calls, "turn": args.turn}
     if args.what == "precision":
         return precision.run(args.tokens, **timing)
     if args.what == "kernels":

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 AT_ONCE = 6 * 10**9  # bytes
-SHORTEST_TURN = 0.03  # seconds
+TURN = 0.03  # seconds that a contender runs at least in each round
 
 
 class Timing(NamedTuple):
@@ -47,12 +47,13 @@ def operand_sets(operands: Sequence[jax.Array], size: int, most: int = 64) -> li
 
 
 def interleaved(
-    calls: dict[str, Callable[[], object]], *, rounds: int = 12, calls_per_round: int = 5
+    calls: dict[str, Callable[[], object]], *, rounds: int = 12, calls_per_round: int = 5, turn: float = TURN
 ) -> dict[str, Timing]:
-    """Milliseconds of each call: medians over rounds in which each contender runs `calls_per_round` times or 30 ms.
+    """Milliseconds of each call: medians over rounds in which each contender runs `calls_per_round` times or `turn`.
 
     Python starts the next call while the device computes; what a turn's first and last call wait for each other must
-    not count as theirs. A `Repeated` counts as the calls that it makes.
+    not count as theirs. A `Repeated` counts as the calls that it makes. In turns of 0.2 s a GPU is as slow as its power
+    limit makes it for each contender alone; in short ones, as for all together.
     """
     shortest = float("inf")
     for call in calls.values():
@@ -60,7 +61,7 @@ def interleaved(
             began = time.perf_counter()
             jax.block_until_ready(call())
             shortest = min(shortest, time.perf_counter() - began)
-    calls_per_round = max(calls_per_round, min(math.ceil(SHORTEST_TURN / shortest), 100))
+    calls_per_round = max(calls_per_round, min(math.ceil(turn / shortest), math.ceil(100 * turn / TURN)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(max(rounds, 2)):
         for name, call in calls.items():

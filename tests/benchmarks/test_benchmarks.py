@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import compare, floor, gemm, kernels, layer, peers, readme, report, sharded
 from benchmarks.shapes import SHAPES, products
-from benchmarks.timing import Timing
+from benchmarks.timing import Timing, interleaved
 from examples.gpt.data import load
 from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.quantize import amax
@@ -45,6 +46,21 @@ def test_layer_has_ratios_to_the_first_contender_and_to_the_floor(tmp_path, monk
         assert math.isclose(sum(row["floor"].values()), row["floor_ms"], rel_tol=1e-4)
         assert math.isclose(row["ms"] / row["floor_ms"], row["of_floor"], rel_tol=1e-3)
     assert flax["floor"]["gemms"] != ours["floor"]["gemms"]  # of bf16 and of FP8 products
+
+
+def test_a_turn_is_as_long_as_asked():
+    counts = {"slow": 0, "quick": 0}
+
+    def waits(name, seconds):
+        def call():
+            counts[name] += 1
+            time.sleep(seconds)
+
+        return call
+
+    timings = interleaved({"slow": waits("slow", 0.01), "quick": waits("quick", 0.005)}, rounds=2, turn=0.1)
+    assert 3 + 2 * 5 < counts["slow"] == counts["quick"] <= 3 + 2 * 21  # 0.1 s of the quick one; 3 calls are not timed
+    assert 5 <= timings["quick"].median < timings["slow"].median
 
 
 def test_every_contender_computes_the_same_layer():
