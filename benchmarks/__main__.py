@@ -89,7 +89,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         else:
             add("--rounds", type=int, default=12, help="in each of which every contender runs")
             add("--calls", type=int, default=5, help="of each contender in a round")
-            add("--turn", type=float, default=TURN, metavar="SECONDS", help="that it runs in a round, if calls are short")
+            add("--turn", type=float, default=TURN, metavar="SECONDS", help="that it runs in a round at least")
         if name == "sharded":
             add("--devices", type=int, metavar="N", help="how many (default: all)")
         if name == "layer":
