@@ -82,7 +82,7 @@ class Collective(NamedTuple):
 class Product(NamedTuple):
     """A kind of te_gemm in the compiled program; one inside a loop counts once."""
 
-    name: str  # "m=16384 n=4096 k=4096 e4m3 x e5m2 -> f32"
+    name: str  # "m=4096 n=4096 k=16384 f8_e4m3fn x f8_e5m2 -> f32, split accumulation"
     count: int
     algorithm: str  # cuBLASLt's, and how long it took when it was chosen
 
