@@ -12,6 +12,7 @@
 #include "core/check.h"
 #include "core/cublaslt.h"
 #include "core/cublaslt_plan.h"
+#include "core/cuda_graph.h"
 #include "core/settings.h"
 
 namespace te {
@@ -30,6 +31,15 @@ bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtPr
   if (p.d_scale) set(status, product, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, p.d_scale, "d_scale");
   if (p.amax) set(status, product, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, p.amax, "amax");
   return status.ok();
+}
+
+cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
+                   const CublasLtProduct& p, void* scratch, cudaStream_t stream) {
+  const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
+  // Not read where beta is 0. An FP8 d has another dtype than c's layout, so it cannot stand in for c.
+  const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : p.d;
+  return library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d, plan.d,
+                          &algorithm, scratch, kCublasLtScratch, stream);
 }
 
 }  // namespace lt
@@ -204,7 +214,14 @@ bool make_plan(Status& status, cublasLtHandle_t handle, const Key& key, const Cu
     const int32_t type = cuda_type(p.bias_dtype);
     set(status, plan.product, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type, "bias dtype");
   }
-  return set_pointers(status, plan.product, p) && choose_algorithm(status, handle, key, p, plan, may_measure);
+  if (!set_pointers(status, plan.product, p) || !choose_algorithm(status, handle, key, p, plan, may_measure)) {
+    return false;
+  }
+  void* const nowhere = reinterpret_cast<void*>(256);  // nobody follows it
+  const auto issue = [&](cudaStream_t stream) {
+    return status.ok(run(handle, plan, plan.algorithm, p, nowhere, stream), "matmul");
+  };
+  return status.ok(sets_memory(issue, &plan.sets_memory), "capture");
 }
 
 // While it lives, this thread may do what a graph that is being captured forbids by default: allocate, and wait.
@@ -261,22 +278,23 @@ ffi::Error prepare(const CublasLtProduct& p) {
 }
 
 ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream) {
-  const Library& lt = library();
-  if (!lt.error.empty()) return ffi::Error::Internal(lt.error);
-  Status status(lt);
+  if (!library().error.empty()) return ffi::Error::Internal(library().error);
+  Status status(library());
   Prepared prepared;
   // What was not foreseen, sizes that were not known when compiled, is not measured: a graph may be being captured. It
   // takes the first algorithm, unless another is on disk.
   if (find_plan(status, p, Unknown::kTakeFirst, prepared)) {
     Plan& plan = *prepared.plan;
-    const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
-    // Not read where beta is 0. An FP8 d has another dtype than c's layout, so it cannot stand in for c.
-    const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : p.d;
     const std::lock_guard<std::mutex> lock(plan.mutex);
     if (set_pointers(status, plan.product, p)) {
-      status.ok(lt.matmul(prepared.handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d,
-                          plan.d, &plan.algorithm, scratch, kCublasLtScratch, stream),
-                "matmul");
+      const auto issue = [&](cudaStream_t s) {
+        return status.ok(run(prepared.handle, plan, plan.algorithm, p, scratch, s), "matmul");
+      };
+      if (plan.sets_memory) {
+        status.ok(issue_as_kernels(stream, issue), "capture");
+      } else {
+        issue(stream);
+      }
     }
   }
   return status.ok() ? ffi::Error::Success() : ffi::Error::Internal(status.error().message() + sizes(p));

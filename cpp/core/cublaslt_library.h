@@ -38,6 +38,12 @@ class Status {
     }
     return text_.empty();
   }
+  bool ok(cudaError_t status, const char* what) {
+    if (status != cudaSuccess && text_.empty()) {
+      text_ = std::string("te_gemm: CUDA: ") + what + ": " + cudaGetErrorString(status);
+    }
+    return text_.empty();
+  }
   bool ok() const { return text_.empty(); }
   ffi::Error error() const { return ffi::Error::Internal(text_); }
 

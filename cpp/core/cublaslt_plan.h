@@ -18,7 +18,8 @@ struct Plan {
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
   cublasLtMatmulAlgo_t algorithm = {};
 
-  std::string chosen;  // which algorithm that is, and why
+  bool sets_memory = false;  // before its kernel
+  std::string chosen;        // which algorithm that is, and why
 
   ~Plan() {  // of a plan that failed
     if (product) library().destroy_product(product);
@@ -29,6 +30,10 @@ struct Plan {
 };
 
 bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtProduct& p);
+
+// Issues a product whose pointers are set by one of the algorithms offered for it.
+cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
+                   const CublasLtProduct& p, void* scratch, cudaStream_t stream);
 
 // The fastest of the algorithms offered, the first unless another is clearly faster; index -1 where nothing could be
 // measured.

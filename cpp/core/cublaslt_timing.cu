@@ -121,13 +121,9 @@ struct Clock {
 // Milliseconds of a call of `repeats`, infinite where the algorithm fails.
 float time_of(cublasLtHandle_t handle, const Plan& plan, const Rehearsal& r, const cublasLtMatmulAlgo_t& algorithm,
               const Clock& clock, int repeats) {
-  const CublasLtProduct& p = r.product;
-  const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
-  const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : p.d;
   bool worked = cudaEventRecord(clock.began, clock.stream) == cudaSuccess;
   for (int i = 0; i < repeats && worked; ++i) {
-    worked = library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d, plan.d,
-                              &algorithm, r.scratch(), kCublasLtScratch, clock.stream) == CUBLAS_STATUS_SUCCESS;
+    worked = run(handle, plan, algorithm, r.product, r.scratch(), clock.stream) == CUBLAS_STATUS_SUCCESS;
   }
   float ms = 0.f;
   worked = cudaEventRecord(clock.ended, clock.stream) == cudaSuccess &&

@@ -1,0 +1,143 @@
+#include "core/cuda_graph.h"
+
+#include <vector>
+
+namespace te {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr size_t kMostBytes = 16 << 10;  // for one block; a larger memset stays what it is
+
+using Nodes = std::vector<cudaGraphNode_t>;
+
+__global__ void __launch_bounds__(kThreads) set_memory(unsigned char* to, unsigned value, int element, int bytes) {
+  for (int i = threadIdx.x; i < bytes; i += kThreads) to[i] = static_cast<unsigned char>(value >> i % element * 8);
+}
+
+// Functions that CUDA 13 gave a parameter for the kind of an edge; all here are plain ones.
+cudaError_t before(cudaGraphNode_t node, cudaGraphNode_t* found, size_t* count) {
+#if CUDART_VERSION >= 13000
+  return cudaGraphNodeGetDependencies(node, found, nullptr, count);
+#else
+  return cudaGraphNodeGetDependencies(node, found, count);
+#endif
+}
+cudaError_t after(cudaGraphNode_t node, cudaGraphNode_t* found, size_t* count) {
+#if CUDART_VERSION >= 13000
+  return cudaGraphNodeGetDependentNodes(node, found, nullptr, count);
+#else
+  return cudaGraphNodeGetDependentNodes(node, found, count);
+#endif
+}
+cudaError_t add_edge(cudaGraph_t graph, cudaGraphNode_t from, cudaGraphNode_t to) {
+#if CUDART_VERSION >= 13000
+  return cudaGraphAddDependencies(graph, &from, &to, nullptr, 1);
+#else
+  return cudaGraphAddDependencies(graph, &from, &to, 1);
+#endif
+}
+cudaError_t frontier(cudaStream_t stream, cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) {
+  cudaStreamCaptureStatus status;
+#if CUDART_VERSION >= 13000
+  return cudaStreamGetCaptureInfo(stream, &status, nullptr, graph, nodes, nullptr, count);
+#else
+  return cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, graph, nodes, count);
+#endif
+}
+cudaError_t set_frontier(cudaStream_t stream, cudaGraphNode_t node) {
+#if CUDART_VERSION >= 13000
+  return cudaStreamUpdateCaptureDependencies(stream, &node, nullptr, 1, cudaStreamSetCaptureDependencies);
+#else
+  return cudaStreamUpdateCaptureDependencies(stream, &node, 1, cudaStreamSetCaptureDependencies);
+#endif
+}
+
+#define TE_TRY(call) \
+  if (const cudaError_t error = (call); error != cudaSuccess) return error
+
+// The nodes that `list` (before, after) names.
+template <typename List>
+cudaError_t nodes_of(List list, Nodes& nodes) {
+  size_t count = 0;
+  TE_TRY(list(nullptr, &count));
+  nodes.resize(count);
+  return count ? list(nodes.data(), &count) : cudaSuccess;
+}
+
+// A graph of its own, captured from a stream that nobody else captures.
+class Captured {
+ public:
+  ~Captured() {
+    if (graph) cudaGraphDestroy(graph);
+  }
+  cudaError_t capture(const Issue& issue) {
+    TE_TRY(cudaStreamBeginCapture(cudaStreamPerThread, cudaStreamCaptureModeRelaxed));
+    const bool worked = issue(cudaStreamPerThread);
+    TE_TRY(cudaStreamEndCapture(cudaStreamPerThread, &graph));
+    return worked ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
+  }
+  // The memset nodes that may become kernels.
+  cudaError_t memsets(Nodes& found) const {
+    Nodes all;
+    TE_TRY(nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return cudaGraphGetNodes(graph, nodes, count); }, all));
+    for (const cudaGraphNode_t node : all) {
+      cudaGraphNodeType type;
+      TE_TRY(cudaGraphNodeGetType(node, &type));
+      if (type != cudaGraphNodeTypeMemset) continue;
+      cudaMemsetParams p;
+      TE_TRY(cudaGraphMemsetNodeGetParams(node, &p));
+      if (p.height == 1 && p.width * p.elementSize <= kMostBytes) found.push_back(node);
+    }
+    return cudaSuccess;
+  }
+  cudaError_t to_kernel(cudaGraphNode_t memset) const {
+    cudaMemsetParams p;
+    Nodes earlier, later;
+    TE_TRY(cudaGraphMemsetNodeGetParams(memset, &p));
+    TE_TRY(nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return before(memset, nodes, count); }, earlier));
+    TE_TRY(nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return after(memset, nodes, count); }, later));
+    int element = static_cast<int>(p.elementSize), bytes = element * static_cast<int>(p.width);
+    void* arguments[] = {&p.dst, &p.value, &element, &bytes};
+    cudaKernelNodeParams kernel = {};
+    kernel.func = reinterpret_cast<void*>(&set_memory);
+    kernel.gridDim = dim3(1), kernel.blockDim = dim3(kThreads);
+    kernel.kernelParams = arguments;
+    cudaGraphNode_t added;
+    TE_TRY(cudaGraphAddKernelNode(&added, graph, earlier.data(), earlier.size(), &kernel));
+    for (const cudaGraphNode_t node : later) TE_TRY(add_edge(graph, added, node));
+    return cudaGraphDestroyNode(memset);
+  }
+
+  cudaGraph_t graph = nullptr;
+};
+
+}  // namespace
+
+cudaError_t sets_memory(const Issue& issue, bool* answer) {
+  Captured part;
+  Nodes memsets;
+  TE_TRY(part.capture(issue));
+  TE_TRY(part.memsets(memsets));
+  *answer = !memsets.empty();
+  return cudaSuccess;
+}
+
+cudaError_t issue_as_kernels(cudaStream_t stream, const Issue& issue) {
+  cudaStreamCaptureStatus status;
+  TE_TRY(cudaStreamIsCapturing(stream, &status));
+  if (status != cudaStreamCaptureStatusActive) return issue(stream) ? cudaSuccess : cudaErrorUnknown;
+  Captured part;
+  Nodes memsets;
+  TE_TRY(part.capture(issue));
+  TE_TRY(part.memsets(memsets));
+  for (const cudaGraphNode_t node : memsets) TE_TRY(part.to_kernel(node));
+  cudaGraph_t whole;
+  const cudaGraphNode_t* earlier;
+  size_t count;
+  cudaGraphNode_t added;
+  TE_TRY(frontier(stream, &whole, &earlier, &count));
+  TE_TRY(cudaGraphAddChildGraphNode(&added, whole, earlier, count, part.graph));
+  return set_frontier(stream, added);
+}
+
+}  // namespace te
