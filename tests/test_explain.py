@@ -61,11 +61,13 @@ def test_products_of_a_step_with_their_sizes_and_formats(fp8_mlp):
 
 def test_casts_say_where_they_are_fused(fp8_mlp):
     (norm,) = rows_of(fp8_mlp, "layernorm_fwd")
-    assert (norm.sizes, norm.phase, norm.count) == ({"tokens": 32, "k": 32}, "forward", 1)
-    assert norm.dtypes.endswith("-> y=e4m3 y_t=e4m3 mean=f32 rstd=f32") and norm.options["epsilon"] == 1e-6
-    assert norm.bytes == 32 * 32 * (2 + 1 + 1) + 2 * 32 * 4 + 2 * 32 * 4 + 2 * 4  # x, y, y_t; vectors; scale, amax
+    assert (norm.sizes, norm.phase, norm.count) == ({"tokens": 32, "k": 32, "h": 2 + 16}, "forward", 1)
+    assert norm.dtypes.endswith("-> y=e4m3 y_t=e4m3 mean=f32 rstd=f32 report=f32") and norm.options["epsilon"] == 1e-6
+    # x, y, y_t; gamma, beta, mean, rstd; the state, the report and scale_inv
+    assert norm.bytes == 32 * 32 * (2 + 1 + 1) + 4 * 32 * 4 + (18 + 512 + 1) * 4
     (curve,) = rows_of(fp8_mlp, "activation_bwd")
-    assert curve.phase == "backward" and "dz=e5m2 dz_t=e5m2" in curve.dtypes and curve.options == {"activation": "gelu"}
+    assert curve.phase == "backward" and "dz=e5m2 dz_t=e5m2" in curve.dtypes
+    assert curve.options == {"activation": "gelu", "scale_from": "state"}
     platform = {"cpu": "C++", "gpu": "CUDA"}[jax.default_backend()]
     assert norm.runs == f"te_layernorm_fwd in {platform}"
     assert norm.where.endswith("LayerNormMLP") and norm.source.split(":")[0] == __file__

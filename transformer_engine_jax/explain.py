@@ -257,7 +257,12 @@ def _options(call) -> dict[str, Any]:
     """What does not show in the results' buffers already."""
     defaults, seen = call.kernel.attribute_defaults, (*call.kernel.result_names, "dtype")
     switch = lambda k, v: isinstance(v, bool) and k != "in_place"
-    return {k: v for k, v in call.attributes if k not in seen and (switch(k, v) or v != defaults[k])}
+    options = {k: v for k, v in call.attributes if k not in seen and (switch(k, v) or v != defaults[k])}
+    for name, value in list(options.items()):
+        if hasattr(value, "_asdict"):  # what of it is not the default
+            del options[name]
+            options |= {k: v for k, v in value._asdict().items() if v != getattr(defaults[name], k)}
+    return options
 
 
 def _axis_sizes(axes, operands) -> dict[str, int]:

@@ -11,10 +11,10 @@ A rule such as ``"... k, k, - -> ... k, -"`` names every axis of every operand a
 - axes in ``whole`` must not be sharded; a result that lost a sharded axis is combined as ``reduce`` says.
 
 Positional parameters of the reference are buffers, and may be None where optional, or left off where that is their
-default; keyword-only parameters are static attributes. The reference returns an array or a NamedTuple, with None for
-what was not asked for: an attribute with a result's name (``q_t: bool = False``) asks for it, and ``in_place: bool``
-for a result in an operand's buffer. Such attributes and dtypes show in the results' buffers, so the handlers are passed
-only the others.
+default; keyword-only parameters are static attributes, and a NamedTuple is as many as it has fields. The reference
+returns an array or a NamedTuple, with None for what was not asked for: an attribute with a result's name
+(``q_t: bool = False``) asks for it, and ``in_place: bool`` for a result in an operand's buffer. Such attributes and
+dtypes show in the results' buffers, so the handlers are passed only the others.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ def kernel(
     Args:
       rule: the axes of operands and results, see the module's docstring.
       whole: letters of axes that must not be sharded; or a function of the attributes that says so.
-      reduce: result name -> "max" or "sum", how shards of a result that lost a sharded axis are combined.
+      reduce: result name -> "max", "sum" or "same" (on every shard), how shards of a result that lost a sharded axis
+        are combined.
       once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
       by_shard: seed -> buffer. A seed is an operand, a vector of integers, to whose first entry each shard adds its
         number, so that no two draw the same. The buffer's sharding alone says how the call is sharded: as a result of
@@ -263,8 +264,10 @@ _ABSENT = jax.ShapeDtypeStruct((0,), jnp.float32)
 
 def _ffi_attributes(call: _Call) -> dict[str, Any]:
     """Static attributes as the handlers decode them, less what shows in the results' buffers."""
-    out = {}
+    out, attributes = {}, []
     for name, value in call.attributes:
+        attributes += value._asdict().items() if hasattr(value, "_asdict") else [(name, value)]
+    for name, value in attributes:
         if name in call.kernel.result_names or name == "in_place":
             continue
         if isinstance(value, str | bool):

@@ -91,7 +91,7 @@ def plan(call: _Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Pl
 
 def _combine(call: _Call, result: str, x, mesh_axes: list[str]):
     how = call.kernel.reduce.get(result)
-    if not mesh_axes:
+    if not mesh_axes or how == "same":
         return x
     if how == "max":
         return pmax(x, tuple(mesh_axes))

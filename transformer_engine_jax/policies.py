@@ -15,7 +15,7 @@ from transformer_engine_jax.kernel import kernel_p
 from transformer_engine_jax.ops.quantize import is_fp8
 
 # What quantization computes beside FP8 tensors, a few numbers each.
-_SCALES = ("amax", "current_scale", "mend_state")
+_SCALES = ("measure",)
 
 
 def gemms_saveable(primitive, *operands, **params) -> bool:

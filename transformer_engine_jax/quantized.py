@@ -19,7 +19,17 @@ from jax.extend.core import set_current_trace
 
 from transformer_engine_jax.autocast import autocast, current
 from transformer_engine_jax.differentiable import differentiable
-from transformer_engine_jax.ops.state import BINS, Scales, in_threes, mend_state, packed, read, unpacked, update_state
+from transformer_engine_jax.ops.state import (
+    BINS,
+    GIVEN,
+    Scaling,
+    in_threes,
+    mended,
+    packed,
+    read,
+    unpacked,
+    update_state,
+)
 from transformer_engine_jax.recipe import DelayedScaling, Recipe, delayed_scale
 
 
@@ -133,7 +143,10 @@ def _has_own_algorithm(recipe: DelayedScaling) -> bool:
 def update(
     states: Sequence[QuantizerState], reports: Sequence[jax.Array], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
 ) -> list[QuantizerState]:
-    """Up to three states after a step that observed the amaxes of `reports`, f32[bins] for each."""
+    """Up to three states after a step that observed the amaxes of `reports`, f32[bins] for each.
+
+    The states are those that the step started from: as they were given, or mended where the recipe has functions.
+    """
     if _has_own_algorithm(recipe):
         updated = []
         for state, report, dtype in zip(states, reports, dtypes):
@@ -146,28 +159,32 @@ def update(
     return [QuantizerState(result) for result in results[: len(states)]]
 
 
-def mend(
-    states: Sequence[QuantizerState], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
-) -> list[tuple[QuantizerState, Scales]]:
-    """For each of up to three states (the state to start a step from, its scale and 1 / that).
+def _scaling(recipe: Recipe) -> Scaling:
+    if not recipe.stateful:
+        return Scaling("amax", amax_epsilon=float(recipe.amax_epsilon), power_of_2=recipe.use_power_2_scales)
+    if _has_own_algorithm(recipe):
+        return GIVEN
+    most_recent = recipe.amax_compute_algo == "most_recent"
+    return Scaling("state", two_to_margin=float(2.0**recipe.margin), most_recent=most_recent)
 
-    It is the state itself, unless that is a sum of states, or of none. In a sum of n updated states of one step all but
-    the newest amax are n times what they were; the newest ones add up to at most n times their maximum, which is kept:
-    an amax may be too large, never too small. A state that no output depended on comes back as zeros, and starts anew.
+
+def start(
+    states: Sequence[QuantizerState], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
+) -> list[tuple[QuantizerState, jax.Array]]:
+    """For each of up to three states (the state to start a step from, what kernels that cast take as its scale).
+
+    Kernels and `update` mend a sum of states themselves, as ops/state.py says; not so for a recipe's own functions.
     """
-    results = mend_state(*in_threes([(state.packed,) for state in states]), **_arithmetic(recipe, dtypes))
-    mended = []
-    for i, (old, dtype) in enumerate(zip(states, dtypes)):
-        scale, scale_inv, state = results[3 * i : 3 * i + 3]
-        state = QuantizerState(state)
-        if _has_own_algorithm(recipe):
-            n = jnp.maximum(old.uses, 1.0)
-            last = jnp.where((old.scale > 0) & jnp.isfinite(old.scale), old.scale / n, 1.0)
-            scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype), last)
-            scale_inv = 1.0 / scale
-            state = state.replace(scale=scale)
-        mended.append((state, Scales(scale, scale_inv)))
-    return mended
+    if not _has_own_algorithm(recipe):
+        return [(state, state.packed) for state in states]
+    starts = []
+    for old, dtype in zip(states, dtypes):
+        state = QuantizerState(mended(old.packed, 448.0, 1.0, False))  # whose scale is replaced
+        n = jnp.maximum(old.uses, 1.0)
+        last = jnp.where((old.scale > 0) & jnp.isfinite(old.scale), old.scale / n, 1.0)
+        scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype), last)
+        starts.append((state.replace(scale=scale), scale))
+    return starts
 
 
 # --- One step's view of the state ------------------------------------------------------------------------------------
@@ -188,10 +205,14 @@ class QuantizerSpec(NamedTuple):
 class Quantizer:
     """How one tensor becomes FP8 in this step; what ops take."""
 
-    scale: jax.Array | None  # f32[], None where the recipe takes it from the tensor itself
-    scale_inv: jax.Array | None  # f32[] its reciprocal
+    scale: jax.Array | None  # as `scaling` has it; None where the recipe takes it from the tensor itself
     observed: jax.Array | None  # f32[bins] zeros; its cotangent carries the reports
     spec: QuantizerSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def scaling(self) -> Scaling:
+        """How kernels that cast take the scale."""
+        return _scaling(self.spec.recipe)
 
 
 class GemmQuantizers(NamedTuple):
@@ -219,17 +240,17 @@ class AttentionQuantizers:
 
 
 def _attach_forward(specs: tuple[QuantizerSpec, ...], *states: QuantizerState):
-    mended = mend(states, specs[0].recipe, [spec.dtype for spec in specs])
+    starts = start(states, specs[0].recipe, [spec.dtype for spec in specs])
     views = []
-    for _, scales in mended:
+    for _, scale in starts:
         # Zeros that vmap takes for as many as there are states: it adds up the reports to what states have in common.
-        zero = jax.lax.select(scales.scale > 0, jnp.float32(0), jnp.float32(0))
-        views.append((*scales, jnp.broadcast_to(zero, (BINS,))))
-    return views, [state for state, _ in mended]
+        zero = jax.lax.select(scale.ravel()[0] > 0, jnp.float32(0), jnp.float32(0))
+        views.append((scale, jnp.broadcast_to(zero, (BINS,))))
+    return views, [state for state, _ in starts]
 
 
 def _attach_backward(specs: tuple[QuantizerSpec, ...], states: list[QuantizerState], cotangents):
-    reports = [cotangent[2] for cotangent in cotangents]
+    reports = [cotangent[1] for cotangent in cotangents]
     return tuple(update(states, reports, specs[0].recipe, [spec.dtype for spec in specs]))
 
 
@@ -286,7 +307,7 @@ def attach(states: Sequence[QuantizerState | None], specs: Sequence[QuantizerSpe
     """
     recipe = specs[0].recipe
     if not recipe.stateful:
-        return [Quantizer(None, None, None, spec) for spec in specs]
+        return [Quantizer(None, None, spec) for spec in specs]
     _check_states(states, recipe)
     return _attach_once(tuple(specs), tuple(states))
 

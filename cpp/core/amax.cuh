@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "core/cuda.cuh"
+#include "core/scaling.h"
 
 namespace te {
 
@@ -17,10 +18,27 @@ struct Tally {
 constexpr int kTallies = 1 << 14;
 static __device__ Tally tallies[kTallies];
 
-// Where an amax goes; `tally` < 0: to an address that is zeroed before.
+// Where an amax goes: f32[], or f32[bins] for its report. `tally` < 0: to an address that is zeroed before; then
+// finish_amax() makes a report of it.
 struct AmaxTarget {
   float* value = nullptr;
+  int bins = 0;
   int tally = -1;
+
+  AmaxTarget() = default;
+  AmaxTarget(Out& amax, Out& report)
+      : value(data_or_null<float>(present(report) ? report : amax)),
+        bins(present(report) ? static_cast<int>(report->element_count()) : 0) {}
+
+  // By all threads of a warp.
+  __device__ __forceinline__ void store(float amax) const {
+    if (!bins) {
+      if (threadIdx.x % 32 == 0) *value = amax;
+      return;
+    }
+    const int here = bin_of(amax, bins);
+    for (int bin = threadIdx.x % 32; bin < bins; bin += 32) value[bin] = bin == here ? amax : 0.f;
+  }
 
   // What is known of the maximum while blocks run, and a warp's contribution to it, where it has more.
   __device__ __forceinline__ float so_far() const { return __uint_as_float(__ldcg(shared())); }
@@ -49,6 +67,18 @@ inline cudaError_t prepare_amax(cudaStream_t stream, int64_t blocks, AmaxTarget*
   return target->value && target->tally < 0 ? cudaMemsetAsync(target->value, 0, sizeof(float), stream) : cudaSuccess;
 }
 
+static __global__ void report_in_place(const AmaxTarget target) {
+  const float amax = *target.value;
+  __syncwarp();
+  target.store(amax);
+}
+
+// After the kernel that found the amax.
+inline cudaError_t finish_amax(cudaStream_t stream, const AmaxTarget& target) {
+  if (!target.value || !target.bins || target.tally >= 0) return cudaSuccess;
+  return launch({1, 32}, stream, report_in_place, target);
+}
+
 // Of a block. Every thread calls note(), the block meets at a barrier, then every thread calls merge(): stores that
 // come after it hide its atomic operations. The last block of all stores the maximum.
 struct BlockAmax {
@@ -61,19 +91,25 @@ struct BlockAmax {
   __device__ __forceinline__ void merge(const AmaxTarget& target) const {
     if (!target.value || threadIdx.x >= 32) return;
     uint32_t most = __reduce_max_sync(0xffffffffu, threadIdx.x < blockDim.x / 32 ? of_warp[threadIdx.x] : 0u);
-    if (threadIdx.x != 0) return;
     if (most < 0x00800000u) most = 0u;  // denormal
     if (target.tally < 0) {
-      if (most) atomicMax(reinterpret_cast<uint32_t*>(target.value), most);
+      if (most && threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(target.value), most);
       return;
     }
-    // Both go to the same unit of the L2 cache. Using what the first returns, the second waits for it: a fence would
-    // wait for all stores of the thread as well.
-    Tally& tally = tallies[target.tally];
-    const uint32_t before = atomicMax(&tally.most, most);
-    if (atomicAdd(&tally.done, before == 0xffffffffu ? 2u : 1u) != gridDim.x - 1) return;
-    *target.value = __uint_as_float(atomicExch(&tally.most, 0u));
-    atomicExch(&tally.done, 0u);
+    bool last = false;
+    if (threadIdx.x == 0) {
+      // Both go to the same unit of the L2 cache. Using what the first returns, the second waits for it: a fence would
+      // wait for all stores of the thread as well.
+      Tally& tally = tallies[target.tally];
+      const uint32_t before = atomicMax(&tally.most, most);
+      last = atomicAdd(&tally.done, before == 0xffffffffu ? 2u : 1u) == gridDim.x - 1;
+      if (last) {
+        most = atomicExch(&tally.most, 0u);
+        atomicExch(&tally.done, 0u);
+      }
+    }
+    if (!__shfl_sync(0xffffffffu, last, 0)) return;
+    target.store(__uint_as_float(__shfl_sync(0xffffffffu, most, 0)));
   }
 };
 

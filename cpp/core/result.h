@@ -4,13 +4,14 @@
 // measure.
 #pragma once
 
-#include "core/check.h"
+#include "core/scaling.h"
 
 namespace te {
 
-inline Check& check_result(Check& check, const In& scale, const char* y_name, Out& y, const char* y_t_name, Out& y_t,
-                           Out& amax, int64_t rows, int64_t cols, bool optional_y = false) {
-  check.scalar("scale", scale, /*optional=*/true).scalar("amax", *amax, /*optional=*/true);
+inline Check& check_result(Check& check, const Casting& casting, const char* y_name, Out& y, const char* y_t_name,
+                           Out& y_t, int64_t rows, int64_t cols, bool optional_y = false) {
+  casting.check(check);
+  const In& scale = casting.scale;
   if (optional_y && absent(*y)) {
     return check.that(absent(scale) && absent(*y_t), y_name, "a result to scale or to transpose", "none");
   }

@@ -26,10 +26,10 @@ void store_rows_as(ffi::ThreadPool& pool, const RowsResult& to, const RowProduce
         most = std::max(most, cast_row<float, Y>(values, to.scale, &y->bits, cols));
       } else {
         if constexpr (std::is_same_v<Y, float>) {
-          if (to.amax) most = std::max(most, amax_row<float>(values, cols));
+          if (to.amax.wanted()) most = std::max(most, amax_row<float>(values, cols));
         } else {
           narrow_row<Y>(values, y, cols);
-          if (to.amax) most = std::max(most, amax_row<Y>(y, cols));
+          if (to.amax.wanted()) most = std::max(most, amax_row<Y>(y, cols));
         }
       }
     };
@@ -45,7 +45,7 @@ void store_rows_as(ffi::ThreadPool& pool, const RowsResult& to, const RowProduce
     }
     amaxes[block] = most;
   });
-  if (to.amax) *to.amax = float_of(blocks ? *std::max_element(amaxes.begin(), amaxes.end()) : 0u);
+  to.amax.store(float_of(blocks ? *std::max_element(amaxes.begin(), amaxes.end()) : 0u));
   if (to.colsum) sums.total(to.colsum);
 }
 

@@ -9,6 +9,7 @@
 #include "core/dtype.h"
 #include "core/matrix.h"
 #include "core/parallel.h"
+#include "core/scaling.h"
 
 // For loops whose result may be one of their operands: element i of it depends on element i only.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -178,19 +179,45 @@ inline Matrix result_matrix(Out& y, int64_t rows, int64_t cols) {
                     : Matrix{nullptr, DType::F32, rows, cols};
 }
 
+// Where a maximum goes, if anywhere: as it is, or as its report.
+struct Measured {
+  float* value = nullptr;
+  float* report = nullptr;
+  int bins = 0;
+
+  Measured() = default;
+  Measured(Out& amax, Out& report)
+      : value(data_or_null<float>(amax)),
+        report(data_or_null<float>(report)),
+        bins(static_cast<int>(report->element_count())) {}
+  bool wanted() const { return value || report; }
+  void store(float amax) const {
+    if (value) *value = amax;
+    if (!report) return;
+    std::fill_n(report, bins, 0.f);
+    if (const int bin = bin_of(amax, bins); bin >= 0) report[bin] = amax;
+  }
+};
+
 // A result y[rows, cols] of any dtype, and what else may be asked for of it; null where it is not.
 struct RowsResult {
   Matrix y;
   float scale;    // FP8 only: y = cast(value * scale)
   uint8_t* y_t;   // FP8 only: y transposed
-  float* amax;    // max |value| before scaling, or max |y| where y is not FP8
+  Measured amax;  // max |value| before scaling, or max |y| where y is not FP8
   float* colsum;  // sums of the values over the rows, before the cast
 };
 
-inline RowsResult rows_result(const Matrix& y, const ffi::AnyBuffer& scale, Out& y_t, Out& amax,
-                              float* colsum = nullptr) {
-  return {y, absent(scale) ? 1.f : *scale.typed_data<float>(), data_or_null<uint8_t>(y_t), data_or_null<float>(amax),
-          colsum};
+// The scale that an op casts with; its reciprocal goes where it was asked for.
+inline float scale_of(const Casting& casting, DType dtype) {
+  const ScaleSource source(casting, dtype);
+  const float scale = source.get();
+  source.store_inverse(scale);
+  return scale;
+}
+
+inline RowsResult rows_result(const Matrix& y, const Casting& casting, Out& y_t, float* colsum = nullptr) {
+  return {y, scale_of(casting, y.dtype), data_or_null<uint8_t>(y_t), Measured(casting.amax, casting.report), colsum};
 }
 
 // Fills values[cols] with one row of a result in f32, and may use scratch[cols].

@@ -12,16 +12,17 @@
 
 #include "core/amax.cuh"
 #include "core/cuda.cuh"
+#include "core/scaling.h"
 
 namespace te {
 
 // Where results go, all optional, and how: result.h says what they mean.
 struct Result {
-  void* y = nullptr;             // [rows, outputs, cols]
-  uint8_t* y_t = nullptr;        // [outputs, cols, rows]
-  const float* scale = nullptr;  // absent: 1
-  AmaxTarget amax;               // prepared before
-  float* partials = nullptr;     // [ceil(rows / 128), outputs, cols], sums over the rows of a tile
+  void* y = nullptr;          // [rows, outputs, cols]
+  uint8_t* y_t = nullptr;     // [outputs, cols, rows]
+  ScaleSource scale;          // its reciprocal is stored by the first block
+  AmaxTarget amax;            // prepared before
+  float* partials = nullptr;  // [ceil(rows / 128), outputs, cols], sums over the rows of a tile
   DType dtype = DType::F32;
   int64_t rows = 0;
   int64_t cols = 0;
@@ -226,7 +227,8 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
   const bool vector = kWhole || out.vector;
   const int n = kWhole ? (col < out.cols ? 8 : 0) : static_cast<int>(min(int64_t{8}, out.cols - col));
   const int rows_here = n > 0 ? static_cast<int>(min(int64_t{kTileSide}, out.rows - row0)) : 0;  // for this thread
-  const float scale = out.scale ? __ldg(out.scale) : 1.f;
+  const float scale = out.scale.get();
+  if (blockIdx.x == 0 && threadIdx.x == 0) out.scale.store_inverse(scale);
   typename Producer::Columns columns = {};
   if (n > 0) columns = in.columns(col, n, vector);
   float most = 0.f;
@@ -310,6 +312,14 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
   }
 }
 
+static __global__ void store_inverse(const ScaleSource scale) { scale.store_inverse(scale.get()); }
+
+// What a launch of so many blocks needs done before; without any, all that its first block would store.
+inline cudaError_t prepare(cudaStream_t stream, int64_t blocks, Result* out) {
+  if (const cudaError_t error = prepare_amax(stream, blocks, &out->amax); error != cudaSuccess) return error;
+  return blocks || !out->scale.inverse ? cudaSuccess : launch({1, 1}, stream, store_inverse, out->scale);
+}
+
 // Bytes of Result::partials.
 inline int64_t tile_partials(int64_t rows, int64_t cols) { return 4 * cols * ceil_div(rows, kTileSide); }
 
@@ -321,7 +331,7 @@ ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, flo
   out.partials = colsum ? static_cast<float*>(workspace) : nullptr;
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
   const int64_t blocks = out.row_tiles() * ceil_div(out.cols, kTileSide);
-  TE_CUDA_CHECK(prepare_amax(stream, blocks, &out.amax));
+  TE_CUDA_CHECK(prepare(stream, blocks, &out));
   void (*kernel)(Producer, Result) = store_tiles<Producer, Stored::kFloat>;
   if constexpr (!kFp8) {
     if (is_fp8(out.dtype)) return ffi::Error::Internal("launch_tiles: no kernel for an FP8 result");
@@ -332,19 +342,22 @@ ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, flo
     if (out.dtype == DType::F8E5M2) kernel = store_tiles<Producer, Stored::kE5M2>;
   }
   TE_CUDA_CHECK(launch({blocks, kTileThreads}, stream, kernel, in, out));
+  TE_CUDA_CHECK(finish_amax(stream, out.amax));
   if (colsum) {
     TE_CUDA_CHECK(launch_sum_partials(stream, out.partials, out.row_tiles(), out.cols * Producer::kOutputs, colsum));
   }
   return ffi::Error::Success();
 }
 
-inline Result fp8_or_float_result(Out& y, const In& scale, Out& y_t, Out& amax, int64_t rows, int64_t cols) {
+// The result of a handler; `dtype` where y does not say it.
+inline Result fp8_or_float_result(Out& y, const Casting& casting, Out& y_t, int64_t rows, int64_t cols,
+                                  DType dtype = DType::F32) {
   Result out;
   out.y = data_or_null<void>(y);
   out.y_t = data_or_null<uint8_t>(y_t);
-  out.scale = data_or_null<float>(scale);
-  out.amax.value = data_or_null<float>(amax);
-  out.dtype = present(y) ? y->element_type() : DType::F32;
+  out.dtype = present(y) ? y->element_type() : dtype;
+  out.scale = ScaleSource(casting, out.dtype);
+  out.amax = AmaxTarget(casting.amax, casting.report);
   out.rows = rows;
   out.cols = cols;
   out.vector = cols % 8 == 0 && aligned(out.y);

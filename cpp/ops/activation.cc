@@ -66,13 +66,14 @@ class Bias {
 
 // ---- Handlers
 
-ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, In bias, Out y, Out y_t, Out amax,
-                         ActivationAttributes attributes) {
-  const Check check = check_activation_fwd(z, scale, bias, y, y_t, amax, attributes);
+ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, In bias, Out y, Out y_t, Out amax, Out report,
+                         Out scale_inv, ActivationAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  const Check check = check_activation_fwd(z, casting, bias, y, y_t, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows input(z, 2);
-  const RowsResult result = rows_result(result_matrix(y, input.rows(), matrix(z, 1).cols), scale, y_t, amax);
+  const RowsResult result = rows_result(result_matrix(y, input.rows(), matrix(z, 1).cols), casting, y_t);
   const int64_t n = result.y.cols;
   const Bias added(bias, input.cols());
   const float *bias_z = added.data(), *bias_gate = bias_z ? bias_z + n : nullptr;
@@ -87,13 +88,14 @@ ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, In bias, Out y, O
 }
 
 ffi::Error ActivationBwd(ffi::ThreadPool pool, In dy, In z, In scale, In bias, Out dz, Out dz_t, Out amax, Out dbias,
-                         ActivationAttributes attributes) {
-  const Check check = check_activation_bwd(dy, z, scale, bias, dz, dz_t, amax, dbias, attributes);
+                         Out report, Out scale_inv, ActivationAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  const Check check = check_activation_bwd(dy, z, casting, bias, dz, dz_t, dbias, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows input(z, 2), cotangent(dy, input.rows(), matrix(z, 1).cols);
   const Matrix to = result_matrix(dz, input.rows(), input.cols());
-  const RowsResult result = rows_result(to, scale, dz_t, amax, data_or_null<float>(dbias));
+  const RowsResult result = rows_result(to, casting, dz_t, data_or_null<float>(dbias));
   const int64_t n = cotangent.cols();
   const Bias added(bias, input.cols());
   return with_curve(activation.curve, attributes, [&](auto curve) {

@@ -206,8 +206,9 @@ template <typename Producer>
 ffi::Error launch_amax(cudaStream_t stream, const Producer& in, Result out) {
   const int64_t tiles = out.row_tiles() * ceil_div(out.cols, kTileSide);
   const int64_t blocks = std::min<int64_t>(tiles, kAmaxBlocks * current_device().multiprocessors);
-  TE_CUDA_CHECK(prepare_amax(stream, blocks, &out.amax));
+  TE_CUDA_CHECK(prepare(stream, blocks, &out));
   if (out.amax.value) TE_CUDA_CHECK(launch({blocks, kTileThreads}, stream, amax_tiles<Producer>, in, out, tiles));
+  TE_CUDA_CHECK(finish_amax(stream, out.amax));
   return ffi::Error::Success();
 }
 
@@ -249,14 +250,15 @@ Operand<AnyDtype> operand(const In& bias) { return {data_or_null<void>(bias), bi
 
 }  // namespace
 
-ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, In bias, Out y, Out y_t, Out amax,
-                         ActivationAttributes attributes) {
-  const Check check = check_activation_fwd(z, scale, bias, y, y_t, amax, attributes);
+ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, In bias, Out y, Out y_t, Out amax, Out report,
+                         Out scale_inv, ActivationAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  const Check check = check_activation_fwd(z, casting, bias, y, y_t, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const Matrix m = matrix(z, 2);
   const int64_t cols = matrix(z, 1).cols;
-  Result out = fp8_or_float_result(y, scale, y_t, amax, m.rows, cols);
+  Result out = fp8_or_float_result(y, casting, y_t, m.rows, cols);
   const Operand<AnyDtype> added = operand(bias);
   out.vector = out.vector && aligned(z.untyped_data()) && aligned(added.data);
   return with_variant(z.element_type(), out.vector, activation, attributes, [&](auto t, auto gated, auto curve) {
@@ -270,14 +272,15 @@ ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, In bias, Out y, Ou
 
 // Workspace: 4 * A * N * ceil(rows / 128) bytes where dbias is asked for.
 ffi::Error ActivationBwd(cudaStream_t stream, In dy, In z, In scale, In bias, Out dz, Out dz_t, Out amax, Out dbias,
-                         Out workspace, ActivationAttributes attributes) {
-  Check check = check_activation_bwd(dy, z, scale, bias, dz, dz_t, amax, dbias, attributes);
+                         Out report, Out scale_inv, Out workspace, ActivationAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  Check check = check_activation_bwd(dy, z, casting, bias, dz, dz_t, dbias, attributes);
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const Matrix m{dy.untyped_data(), dy.element_type(), matrix(z, 2).rows, matrix(z, 1).cols};
   if (present(dbias)) check_workspace(check, workspace, tile_partials(m.rows, m.cols * activation.inputs()));
   if (check.failed()) return check.error();
-  Result out = fp8_or_float_result(dz, scale, dz_t, amax, m.rows, m.cols);
+  Result out = fp8_or_float_result(dz, casting, dz_t, m.rows, m.cols);
   const Operand<AnyDtype> added = operand(bias);
   out.vector = out.vector && aligned(z.untyped_data()) && aligned(m.data) && aligned(added.data);
   const bool fast = out.vector && m.dtype == z.element_type();

@@ -141,7 +141,7 @@ struct ClampedSilu {
 
 enum class Curve { kGelu, kSilu, kRelu, kQuickGelu, kSquaredRelu, kSigmoid, kClampedSilu };
 
-struct ActivationAttributes {
+struct ActivationAttributes : Scaling {
   std::string_view activation;
   float limit;  // the rest is of clamped activations
   float alpha;
@@ -222,27 +222,26 @@ inline Check check_activation_input(const char* op, const In& z, const In& scale
   return check.high_precision("bias", bias).size("bias", bias, 1, matrix(z, 2).cols);
 }
 
-inline Check check_activation_fwd(const In& z, const In& scale, const In& bias, Out& y, Out& y_t, Out& amax,
+inline Check check_activation_fwd(const In& z, const Casting& casting, const In& bias, Out& y, Out& y_t,
                                   const ActivationAttributes& attributes) {
-  Check check = check_activation_input("te_activation_fwd", z, scale, bias, attributes);
+  Check check = check_activation_input("te_activation_fwd", z, casting.scale, bias, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
-  return check_result(check, scale, "y", y, "y_t", y_t, amax, m.rows, matrix(z, 1).cols,
-                      /*optional_y=*/true);
+  return check_result(check, casting, "y", y, "y_t", y_t, m.rows, matrix(z, 1).cols, /*optional_y=*/true);
 }
 
-inline Check check_activation_bwd(const In& dy, const In& z, const In& scale, const In& bias, Out& dz, Out& dz_t,
-                                  Out& amax, Out& dbias, const ActivationAttributes& attributes) {
-  Check check = check_activation_input("te_activation_bwd", z, scale, bias, attributes);
+inline Check check_activation_bwd(const In& dy, const In& z, const Casting& casting, const In& bias, Out& dz,
+                                  Out& dz_t, Out& dbias, const ActivationAttributes& attributes) {
+  Check check = check_activation_input("te_activation_bwd", z, casting.scale, bias, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
   check.high_precision("dy", dy).size("dy", dy, m.rows, matrix(z, 1).cols);
-  check_result(check, scale, "dz", dz, "dz_t", dz_t, amax, m.rows, m.cols, /*optional_y=*/true);
+  check_result(check, casting, "dz", dz, "dz_t", dz_t, m.rows, m.cols, /*optional_y=*/true);
   if (present(dbias)) check.dtype("dbias", *dbias, DType::F32).size("dbias", *dbias, 1, m.cols);
   return check;
 }
 
 }  // namespace te
 
-TE_ATTRIBUTES(te::ActivationAttributes, TE_ATTRIBUTE(std::string_view, activation), TE_ATTRIBUTE(float, limit),
-              TE_ATTRIBUTE(float, alpha), TE_ATTRIBUTE(float, glu_linear_offset));
+TE_ATTRIBUTES(te::ActivationAttributes, TE_SCALING, TE_ATTRIBUTE(std::string_view, activation),
+              TE_ATTRIBUTE(float, limit), TE_ATTRIBUTE(float, alpha), TE_ATTRIBUTE(float, glu_linear_offset));

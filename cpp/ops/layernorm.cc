@@ -82,10 +82,10 @@ std::vector<float> parameter(const In& values, bool zero_centered = false) {
 }
 
 template <bool kCentred>
-ffi::Error forward(ffi::ThreadPool& pool, const In& x, const In& gamma, const float* beta, const In& scale, Out& y,
-                   Out& y_t, Out& amax, float* mean, float* rstd, NormFwdAttributes attributes) {
+ffi::Error forward(ffi::ThreadPool& pool, const In& x, const In& gamma, const float* beta, const Casting& casting, Out& y,
+                   Out& y_t, float* mean, float* rstd, const NormFwdAttributes& attributes) {
   const FloatRows input(x, 1);
-  const RowsResult result = rows_result(result_matrix(y, input.rows(), input.cols()), scale, y_t, amax);
+  const RowsResult result = rows_result(result_matrix(y, input.rows(), input.cols()), casting, y_t);
   const std::vector<float> g = parameter(gamma, attributes.zero_centered_gamma);
   store_rows(pool, result, [&](int64_t row, float* values, float*) {
     const float* x_row = input.at(row, values);
@@ -104,7 +104,7 @@ ffi::Error backward(ffi::ThreadPool& pool, const In& dy, const In& x, const In& 
   const FloatRows input(x, 1), cotangent(dy, input.rows(), input.cols());
   const FloatRows past(absent(residual) ? dy : residual, input.rows(), input.cols());
   const std::vector<float> g = parameter(gamma, attributes.zero_centered_gamma);
-  const RowsResult result{result_matrix(dx, input.rows(), input.cols()), 1.f, nullptr, nullptr, nullptr};
+  const RowsResult result{result_matrix(dx, input.rows(), input.cols()), 1.f, nullptr, {}, nullptr};
   ColumnSums dgammas(result.y.rows, result.y.cols), dbetas(kCentred ? result.y.rows : 0, result.y.cols);
   store_rows(pool, result, [&](int64_t row, float* values, float* scratch) {
     const Statistics s{kCentred ? mean[row] : 0.f, rstd[row]};
@@ -122,18 +122,20 @@ ffi::Error backward(ffi::ThreadPool& pool, const In& dy, const In& x, const In& 
 // ---- Handlers
 
 ffi::Error LayerNormFwd(ffi::ThreadPool pool, In x, In gamma, In beta, In scale, Out y, Out y_t, Out mean, Out rstd,
-                        Out amax, NormFwdAttributes attributes) {
-  const Check check = check_layernorm_fwd(x, gamma, beta, scale, y, y_t, mean, rstd, amax);
+                        Out amax, Out report, Out scale_inv, NormFwdAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  const Check check = check_layernorm_fwd(x, gamma, beta, casting, y, y_t, mean, rstd);
   if (check.failed()) return check.error();
-  return forward<true>(pool, x, gamma, parameter(beta).data(), scale, y, y_t, amax, mean->typed_data<float>(),
+  return forward<true>(pool, x, gamma, parameter(beta).data(), casting, y, y_t, mean->typed_data<float>(),
                        rstd->typed_data<float>(), attributes);
 }
 
 ffi::Error RmsNormFwd(ffi::ThreadPool pool, In x, In gamma, In scale, Out y, Out y_t, Out rstd, Out amax,
-                      NormFwdAttributes attributes) {
-  const Check check = check_rmsnorm_fwd(x, gamma, scale, y, y_t, rstd, amax);
+                      Out report, Out scale_inv, NormFwdAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  const Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstd);
   if (check.failed()) return check.error();
-  return forward<false>(pool, x, gamma, nullptr, scale, y, y_t, amax, nullptr, rstd->typed_data<float>(), attributes);
+  return forward<false>(pool, x, gamma, nullptr, casting, y, y_t, nullptr, rstd->typed_data<float>(), attributes);
 }
 
 ffi::Error LayerNormBwd(ffi::ThreadPool pool, In dy, In x, In gamma, In mean, In rstd, In residual, Out dx, Out dgamma,

@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       }
     }
   }
-  const float scale = out.scale ? __ldg(out.scale) : 1.f;
+  const float scale = out.scale.get();
+  if (blockIdx.x == 0 && threadIdx.x == 0) out.scale.store_inverse(scale);
   float most = 0.f;
   __syncthreads();  // gamma and beta are there: st.async, which orders the strips, promises nothing of other stores
   cluster_wait();
@@ -377,7 +378,7 @@ cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out)
 
 template <typename T>
 ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result out) {
-  TE_CUDA_CHECK(prepare_amax(stream, out.rows * out.cols, &out.amax));
+  TE_CUDA_CHECK(prepare(stream, out.rows * out.cols, &out));
   if (out.rows * out.cols == 0) return ffi::Error::Success();
   out.vector = out.vector && aligned(a.x) && aligned(a.gamma.data) && aligned(a.beta.data);
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
@@ -387,10 +388,12 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
     const bool wide = Strip<T, 4>::kBlocks > 1 ? out.cols > Strip<T, 2>::kCols : out.cols > 8 * Strip<T, 2>::kCols;
     if (!wide) {
       TE_CUDA_CHECK((launch_strips<T, 2>(stream, a, out)));
+      TE_CUDA_CHECK(finish_amax(stream, out.amax));
       return ffi::Error::Success();
     }
     if (out.cols <= kLargestCluster * Strip<T, 4>::kCols) {
       TE_CUDA_CHECK((launch_strips<T, 4>(stream, a, out)));
+      TE_CUDA_CHECK(finish_amax(stream, out.amax));
       return ffi::Error::Success();
     }
   }
@@ -398,10 +401,10 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
   return launch_tiles(stream, Normalized{a, {a.x, x_dtype}}, out);
 }
 
-ffi::Error run_norm_fwd(cudaStream_t stream, const In& x, const In& gamma, const In* beta, const In& scale, Out& y,
-                        Out& y_t, float* mean, Out& rstd, Out& amax, const NormFwdAttributes& attributes) {
+ffi::Error run_norm_fwd(cudaStream_t stream, const In& x, const In& gamma, const In* beta, const Casting& casting,
+                        Out& y, Out& y_t, float* mean, Out& rstd, const NormFwdAttributes& attributes) {
   const Matrix m = matrix(x, 1);
-  const Result out = fp8_or_float_result(y, scale, y_t, amax, m.rows, m.cols);
+  const Result out = fp8_or_float_result(y, casting, y_t, m.rows, m.cols);
   const Norm a{m.data,
                {gamma.untyped_data(), gamma.element_type(), attributes.zero_centered_gamma ? 1.f : 0.f},
                {beta ? beta->untyped_data() : nullptr, beta ? beta->element_type() : DType::F32, 0.f},
@@ -415,17 +418,19 @@ ffi::Error run_norm_fwd(cudaStream_t stream, const In& x, const In& gamma, const
 }  // namespace
 
 ffi::Error LayerNormFwd(cudaStream_t stream, In x, In gamma, In beta, In scale, Out y, Out y_t, Out mean, Out rstd,
-                        Out amax, NormFwdAttributes attributes) {
-  const Check check = check_layernorm_fwd(x, gamma, beta, scale, y, y_t, mean, rstd, amax);
+                        Out amax, Out report, Out scale_inv, NormFwdAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  const Check check = check_layernorm_fwd(x, gamma, beta, casting, y, y_t, mean, rstd);
   if (check.failed()) return check.error();
-  return run_norm_fwd(stream, x, gamma, &beta, scale, y, y_t, mean->typed_data<float>(), rstd, amax, attributes);
+  return run_norm_fwd(stream, x, gamma, &beta, casting, y, y_t, mean->typed_data<float>(), rstd, attributes);
 }
 
 ffi::Error RmsNormFwd(cudaStream_t stream, In x, In gamma, In scale, Out y, Out y_t, Out rstd, Out amax,
-                      NormFwdAttributes attributes) {
-  const Check check = check_rmsnorm_fwd(x, gamma, scale, y, y_t, rstd, amax);
+                      Out report, Out scale_inv, NormFwdAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  const Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstd);
   if (check.failed()) return check.error();
-  return run_norm_fwd(stream, x, gamma, nullptr, scale, y, y_t, nullptr, rstd, amax, attributes);
+  return run_norm_fwd(stream, x, gamma, nullptr, casting, y, y_t, nullptr, rstd, attributes);
 }
 
 }  // namespace te

@@ -17,7 +17,7 @@
 
 namespace te {
 
-struct NormFwdAttributes {
+struct NormFwdAttributes : Scaling {
   float epsilon;
   bool zero_centered_gamma;
 };
@@ -38,19 +38,19 @@ inline void check_row_statistic(Check& check, const char* name, const ffi::AnyBu
   check.dtype(name, statistic, DType::F32).size(name, statistic, rows, 1);
 }
 
-inline Check check_rmsnorm_fwd(const In& x, const In& gamma, const In& scale, Out& y, Out& y_t, Out& rstd, Out& amax,
+inline Check check_rmsnorm_fwd(const In& x, const In& gamma, const Casting& casting, Out& y, Out& y_t, Out& rstd,
                                const char* op = "te_rmsnorm_fwd") {
   Check check(op);
   const int64_t k = check_norm_input(check, x, gamma);
   if (check.failed()) return check;
   const int64_t rows = matrix(x, 1).rows;
   check_row_statistic(check, "rstd", *rstd, rows);
-  return check_result(check, scale, "y", y, "y_t", y_t, amax, rows, k, /*optional_y=*/true);
+  return check_result(check, casting, "y", y, "y_t", y_t, rows, k, /*optional_y=*/true);
 }
 
-inline Check check_layernorm_fwd(const In& x, const In& gamma, const In& beta, const In& scale, Out& y, Out& y_t,
-                                 Out& mean, Out& rstd, Out& amax) {
-  Check check = check_rmsnorm_fwd(x, gamma, scale, y, y_t, rstd, amax, "te_layernorm_fwd");
+inline Check check_layernorm_fwd(const In& x, const In& gamma, const In& beta, const Casting& casting, Out& y, Out& y_t,
+                                 Out& mean, Out& rstd) {
+  Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstd, "te_layernorm_fwd");
   if (check.failed()) return check;
   check_row_statistic(check, "mean", *mean, matrix(x, 1).rows);
   return check.high_precision("beta", beta).size("beta", beta, 1, matrix(x, 1).cols);
@@ -79,5 +79,5 @@ inline Check check_layernorm_bwd(const In& dy, const In& x, const In& gamma, con
 
 }  // namespace te
 
-TE_ATTRIBUTES(te::NormFwdAttributes, TE_ATTRIBUTE(float, epsilon), TE_ATTRIBUTE(bool, zero_centered_gamma));
+TE_ATTRIBUTES(te::NormFwdAttributes, TE_SCALING, TE_ATTRIBUTE(float, epsilon), TE_ATTRIBUTE(bool, zero_centered_gamma));
 TE_ATTRIBUTES(te::NormBwdAttributes, TE_ATTRIBUTE(bool, zero_centered_gamma));

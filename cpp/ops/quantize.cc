@@ -48,9 +48,9 @@ uint32_t quantize(ffi::ThreadPool& pool, const Matrix& x, float scale, uint8_t* 
 }
 
 // `parts`, matrices of one size and dtype, side by side.
-ffi::Error quantize_parts(ffi::ThreadPool& pool, const std::vector<Matrix>& parts, const In& scale, Out& q, Out& q_t,
-                          Out& amax, Out& colsum) {
-  const float factor = absent(scale) ? 1.f : *scale.typed_data<float>();
+ffi::Error quantize_parts(ffi::ThreadPool& pool, const std::vector<Matrix>& parts, const Casting& casting, Out& q,
+                          Out& q_t, Out& colsum) {
+  const float factor = scale_of(casting, format_of(q, q_t));
   return with_float(parts[0].dtype, [&](auto t) {
     return with_fp8(format_of(q, q_t), [&](auto f8) {
       const int64_t cols = parts[0].cols, stride = cols * static_cast<int64_t>(parts.size());
@@ -62,7 +62,7 @@ ffi::Error quantize_parts(ffi::ThreadPool& pool, const std::vector<Matrix>& part
                                                       stride, at(data_or_null<uint8_t>(q_t), cols * parts[i].rows),
                                                       at(data_or_null<float>(colsum), cols)));
       }
-      *amax->typed_data<float>() = float_of(most);
+      Measured(casting.amax, casting.report).store(float_of(most));
       return ffi::Error::Success();
     });
   });
@@ -70,35 +70,39 @@ ffi::Error quantize_parts(ffi::ThreadPool& pool, const std::vector<Matrix>& part
 
 }  // namespace
 
-ffi::Error Quantize(ffi::ThreadPool pool, In x, In scale, Out q, Out q_t, Out amax, Out colsum,
-                    QuantizeAttributes attributes) {
-  const Check check = check_quantize(x, scale, q, q_t, amax, colsum, attributes.k_axes);
+ffi::Error Quantize(ffi::ThreadPool pool, In x, In scale, Out q, Out q_t, Out amax, Out colsum, Out report,
+                    Out scale_inv, QuantizeAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  const Check check = check_quantize(x, casting, q, q_t, colsum, attributes.k_axes);
   if (check.failed()) return check.error();
-  return quantize_parts(pool, {matrix(x, attributes.k_axes)}, scale, q, q_t, amax, colsum);
+  return quantize_parts(pool, {matrix(x, attributes.k_axes)}, casting, q, q_t, colsum);
 }
 
-ffi::Error QuantizeStack(ffi::ThreadPool pool, In x0, In x1, In x2, In scale, Out q, Out q_t, Out amax, Out colsum) {
-  const Check check = check_quantize_stack(x0, x1, x2, scale, q, q_t, amax, colsum);
+ffi::Error QuantizeStack(ffi::ThreadPool pool, In x0, In x1, In x2, In scale, Out q, Out q_t, Out amax, Out colsum,
+                         Out report, Out scale_inv, Scaling scaling) {
+  const Casting casting{scale, amax, report, scale_inv, scaling};
+  const Check check = check_quantize_stack(x0, x1, x2, casting, q, q_t, colsum);
   if (check.failed()) return check.error();
   std::vector<Matrix> parts{matrix(x0, 1), matrix(x1, 1)};
   if (!absent(x2)) parts.push_back(matrix(x2, 1));
-  return quantize_parts(pool, parts, scale, q, q_t, amax, colsum);
+  return quantize_parts(pool, parts, casting, q, q_t, colsum);
 }
 
-ffi::Error Amax(ffi::ThreadPool pool, In x, Out amax) {
-  Check check("te_amax");
-  check.high_precision("x", x).scalar("amax", *amax);
+ffi::Error Measure(ffi::ThreadPool pool, In x0, In x1, In x2, Out amax, Out report) {
+  const Check check = check_measure(x0, x1, x2, amax, report);
   if (check.failed()) return check.error();
-  const Matrix m = matrix(x, 0);
-  return with_float(m.dtype, [&](auto t) {
+  return with_float(x0.element_type(), [&](auto t) {
     using T = decltype(t);
     std::atomic<uint32_t> most{0};
-    parallel_rows(pool, m.rows, 1, [&](int64_t first, int64_t last) {
-      const uint32_t mine = amax_row<T>(m.as<T>() + first, last - first);
-      for (uint32_t seen = most; seen < mine && !most.compare_exchange_weak(seen, mine);) {
-      }
-    });
-    *amax->typed_data<float>() = float_of(most);
+    for (const In& x : {x0, x1, x2}) {
+      const T* data = static_cast<const T*>(x.untyped_data());
+      parallel_rows(pool, static_cast<int64_t>(x.element_count()), 1, [&](int64_t first, int64_t last) {
+        const uint32_t mine = amax_row<T>(data + first, last - first);
+        for (uint32_t seen = most; seen < mine && !most.compare_exchange_weak(seen, mine);) {
+        }
+      });
+    }
+    Measured(amax, report).store(float_of(most));
     return ffi::Error::Success();
   });
 }
@@ -133,5 +137,5 @@ ffi::Error Dequantize(ffi::ThreadPool pool, In q, In scale_inv, Out x) {
 
 TE_HANDLER(quantize, Quantize)
 TE_HANDLER(quantize_stack, QuantizeStack)
-TE_HANDLER(amax, Amax)
+TE_HANDLER(measure, Measure)
 TE_HANDLER(dequantize, Dequantize)

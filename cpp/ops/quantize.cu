@@ -1,6 +1,6 @@
 // Quantization on CUDA. Bytes a value of x, s bytes wide:
 //   te_quantize    s + 1 for each of q and q_t (a tile a block, tile.cuh); column sums add 1/16 and a second launch
-//   te_amax        s
+//   te_measure     s
 //   te_dequantize  s + 1
 #include "core/tile.cuh"
 #include "ops/quantize.h"
@@ -51,12 +51,23 @@ constexpr int kFlatThreads = 256;
 constexpr int kFlatLoads = 4;
 constexpr int kFlatChunk = kFlatThreads * kFlatLoads * 8;
 
+// Matrices of one size, measured together.
 template <typename T>
-__global__ void __launch_bounds__(kFlatThreads) amax_flat(const T* x, int64_t size, bool vector, AmaxTarget amax) {
+struct Parts {
+  const T* part[3];
+  int64_t size;    // of each
+  int64_t chunks;  // of each
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kFlatThreads)
+    amax_flat(const Parts<T> parts, int64_t chunks, bool vector, AmaxTarget amax) {
+  const int64_t size = parts.size;
   float most = 0.f;
-  for (int64_t chunk = static_cast<int64_t>(blockIdx.x) * kFlatChunk; chunk < size;
-       chunk += static_cast<int64_t>(gridDim.x) * kFlatChunk) {
-    const int64_t first = chunk + threadIdx.x * 8;
+  for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    const int64_t number = chunk / parts.chunks;
+    const T* const x = parts.part[number];
+    const int64_t first = (chunk - number * parts.chunks) * kFlatChunk + threadIdx.x * 8;
     Vec8<T> raw[kFlatLoads];
 #pragma unroll
     for (int k = 0; k < kFlatLoads; ++k) {
@@ -112,15 +123,15 @@ __global__ void __launch_bounds__(kFlatThreads)
 }  // namespace
 
 // Workspace: 4 * cols * ceil(rows / 128) bytes where colsum is asked for.
-ffi::Error Quantize(cudaStream_t stream, In x, In scale, Out q, Out q_t, Out amax, Out colsum, Out workspace,
-                    QuantizeAttributes attributes) {
-  Check check = check_quantize(x, scale, q, q_t, amax, colsum, attributes.k_axes);
+ffi::Error Quantize(cudaStream_t stream, In x, In scale, Out q, Out q_t, Out amax, Out colsum, Out report,
+                    Out scale_inv, Out workspace, QuantizeAttributes attributes) {
+  const Casting casting{scale, amax, report, scale_inv, attributes};
+  Check check = check_quantize(x, casting, q, q_t, colsum, attributes.k_axes);
   if (check.failed()) return check.error();
   const Matrix m = matrix(x, attributes.k_axes);
   if (present(colsum)) check_workspace(check, workspace, tile_partials(m.rows, m.cols));
   if (check.failed()) return check.error();
-  Result out = fp8_or_float_result(q, scale, q_t, amax, m.rows, m.cols);
-  out.dtype = format_of(q, q_t);
+  Result out = fp8_or_float_result(q, casting, q_t, m.rows, m.cols, format_of(q, q_t));
   out.vector = m.cols % 8 == 0 && aligned(out.y) && aligned(m.data);
   const auto run = [&](auto t) {
     return launch_tiles(stream, Cast<decltype(t)>{{m.data, m.dtype}}, out, data_or_null<float>(colsum),
@@ -131,16 +142,16 @@ ffi::Error Quantize(cudaStream_t stream, In x, In scale, Out q, Out q_t, Out ama
 
 // Workspace: as te_quantize's of the stack.
 ffi::Error QuantizeStack(cudaStream_t stream, In x0, In x1, In x2, In scale, Out q, Out q_t, Out amax, Out colsum,
-                         Out workspace) {
-  Check check = check_quantize_stack(x0, x1, x2, scale, q, q_t, amax, colsum);
+                         Out report, Out scale_inv, Out workspace, Scaling scaling) {
+  const Casting casting{scale, amax, report, scale_inv, scaling};
+  Check check = check_quantize_stack(x0, x1, x2, casting, q, q_t, colsum);
   if (check.failed()) return check.error();
   const Matrix m = matrix(x0, 1);
   const int64_t cols = parts_of(x2) * m.cols;
   if (present(colsum)) check_workspace(check, workspace, tile_partials(m.rows, cols));
   if (check.failed()) return check.error();
   const void* const parts[3] = {m.data, x1.untyped_data(), x2.untyped_data()};
-  Result out = fp8_or_float_result(q, scale, q_t, amax, m.rows, cols);
-  out.dtype = format_of(q, q_t);
+  Result out = fp8_or_float_result(q, casting, q_t, m.rows, cols, format_of(q, q_t));
   out.vector = aligned(out.y) && aligned(parts[0]) && aligned(parts[1]) && (absent(x2) || aligned(parts[2]));
   const auto run = [&](auto t) {
     return launch_tiles(stream, StackedCast<decltype(t)>{{parts[0], parts[1], parts[2]}, m.dtype, m.cols}, out,
@@ -149,17 +160,26 @@ ffi::Error QuantizeStack(cudaStream_t stream, In x0, In x1, In x2, In scale, Out
   return out.vector ? with_float(m.dtype, run) : run(AnyDtype{});
 }
 
-ffi::Error Amax(cudaStream_t stream, In x, Out amax) {
-  Check check("te_amax");
-  check.high_precision("x", x).scalar("amax", *amax);
+ffi::Error Measure(cudaStream_t stream, In x0, In x1, In x2, Out amax, Out report) {
+  const Check check = check_measure(x0, x1, x2, amax, report);
   if (check.failed()) return check.error();
-  const Matrix m = matrix(x, 0);
-  const int64_t blocks = std::min<int64_t>(ceil_div(m.rows, kFlatChunk), 8 * current_device().multiprocessors);
-  AmaxTarget target{amax->typed_data<float>()};
-  TE_CUDA_CHECK(prepare_amax(stream, blocks, &target));
-  return with_float(m.dtype, [&](auto t) {
+  AmaxTarget target(amax, report);
+  if (!target.value) return ffi::Error::Success();
+  return with_float(x0.element_type(), [&](auto t) {
     using T = decltype(t);
-    TE_CUDA_CHECK(launch({blocks, kFlatThreads}, stream, amax_flat<T>, m.as<T>(), m.rows, aligned(m.data), target));
+    Parts<T> parts = {{}, static_cast<int64_t>(x0.element_count()), 0};
+    parts.chunks = ceil_div(parts.size, kFlatChunk);
+    int count = 0;
+    bool vector = true;
+    for (const In& x : {x0, x1, x2}) {
+      if (absent(x)) continue;
+      vector = vector && aligned(x.untyped_data());
+      parts.part[count++] = static_cast<const T*>(x.untyped_data());
+    }
+    const int64_t chunks = count * parts.chunks, blocks = std::min<int64_t>(chunks, 8 * current_device().multiprocessors);
+    TE_CUDA_CHECK(prepare_amax(stream, blocks, &target));
+    TE_CUDA_CHECK(launch({blocks, kFlatThreads}, stream, amax_flat<T>, parts, chunks, vector, target));
+    TE_CUDA_CHECK(finish_amax(stream, target));
     return ffi::Error::Success();
   });
 }
@@ -183,5 +203,5 @@ ffi::Error Dequantize(cudaStream_t stream, In q, In scale_inv, Out x) {
 
 TE_HANDLER(quantize, Quantize)
 TE_HANDLER(quantize_stack, QuantizeStack)
-TE_HANDLER(amax, Amax)
+TE_HANDLER(measure, Measure)
 TE_HANDLER(dequantize, Dequantize)

@@ -1,25 +1,24 @@
-// te_amax, te_quantize, te_dequantize: what the CPU and the CUDA handlers of these targets agree on.
+// te_measure, te_quantize, te_quantize_stack, te_dequantize: what the CPU and the CUDA handlers of these targets agree on.
 //
-//   te_quantize: x[rows, cols], scale f32[] (absent: 1) -> q[rows, cols], q_t[cols, rows], amax f32[],
-//                colsum f32[cols]; q, q_t and colsum are each absent where not asked for
-//   te_quantize_stack: x0[rows, cols], x1, x2?, scale -> as te_quantize of [rows, P, cols], their stack: q[rows, P,
-//   cols],
-//                q_t[P, cols, rows], amax, colsum f32[P, cols]; cols is a multiple of 8
-//   te_amax: x -> f32[], max |x|; NaN where x holds a NaN
+//   te_quantize: x[rows, cols], scale (absent: 1) -> q[rows, cols]?, q_t[cols, rows]?, amax f32[]?, colsum f32[cols]?,
+//                report f32[bins]?, scale_inv f32[]?
+//   te_quantize_stack: x0[rows, cols], x1, x2?, scale -> as te_quantize of their stack [rows, P, cols]: q[rows, P, cols],
+//                q_t[P, cols, rows], .., colsum f32[P, cols]; cols is a multiple of 8
+//   te_measure: x0, x1?, x2? of one size -> amax f32[]?, report f32[bins]? of them together; NaN where one holds a NaN
 //   te_dequantize: q, scale_inv f32[] -> x
 #pragma once
 
-#include "core/check.h"
+#include "core/scaling.h"
 
 namespace te {
 
-struct QuantizeAttributes {
+struct QuantizeAttributes : Scaling {
   int64_t k_axes;  // how many of x's last axes are the columns
 };
 
-inline Check check_quantize(const In& x, const In& scale, Out& q, Out& q_t, Out& amax, Out& colsum, int64_t k_axes) {
+inline Check check_quantize(const In& x, const Casting& casting, Out& q, Out& q_t, Out& colsum, int64_t k_axes) {
   Check check("te_quantize");
-  check.high_precision("x", x).axes("x", x, k_axes).scalar("scale", scale, /*optional=*/true).scalar("amax", *amax);
+  casting.check(check.high_precision("x", x).axes("x", x, k_axes));
   if (check.failed()) return check;
   const Matrix m = matrix(x, k_axes);
   if (present(q)) check.fp8("q", *q).size("q", *q, m.rows, m.cols);
@@ -29,12 +28,22 @@ inline Check check_quantize(const In& x, const In& scale, Out& q, Out& q_t, Out&
   return check;
 }
 
+inline Check check_measure(const In& x0, const In& x1, const In& x2, Out& amax, Out& report) {
+  Check check("te_measure");
+  check_measured(check.high_precision("x0", x0), amax, report);
+  for (const auto& [name, x] : {std::pair<const char*, const In&>{"x1", x1}, {"x2", x2}}) {
+    if (absent(x)) continue;
+    check.dtype(name, x, x0.element_type()).size(name, x, static_cast<int64_t>(x0.element_count()), 1);
+  }
+  return check;
+}
+
 inline int64_t parts_of(const In& x2) { return absent(x2) ? 2 : 3; }
 
-inline Check check_quantize_stack(const In& x0, const In& x1, const In& x2, const In& scale, Out& q, Out& q_t,
-                                  Out& amax, Out& colsum) {
+inline Check check_quantize_stack(const In& x0, const In& x1, const In& x2, const Casting& casting, Out& q,
+                                  Out& q_t, Out& colsum) {
   Check check("te_quantize_stack");
-  check.high_precision("x0", x0).axes("x0", x0, 1).scalar("scale", scale, /*optional=*/true).scalar("amax", *amax);
+  casting.check(check.high_precision("x0", x0).axes("x0", x0, 1));
   if (check.failed()) return check;
   const Matrix m = matrix(x0, 1);
   check.that(m.cols % 8 == 0, "x0", "a last axis of a multiple of 8", x0);
@@ -60,4 +69,5 @@ inline Check check_dequantize(const In& q, const In& scale_inv, Out& x) {
 
 }  // namespace te
 
-TE_ATTRIBUTES(te::QuantizeAttributes, TE_ATTRIBUTE(int64_t, k_axes));
+TE_ATTRIBUTES(te::Scaling, TE_SCALING);
+TE_ATTRIBUTES(te::QuantizeAttributes, TE_SCALING, TE_ATTRIBUTE(int64_t, k_axes));

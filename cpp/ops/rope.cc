@@ -43,7 +43,7 @@ ffi::Error RopeRotate(ffi::ThreadPool pool, In x, In frequencies, In positions, 
   if (check.failed()) return check.error();
   auto* const rotate = attributes.group == "consecutive" ? &rotate_head<true> : &rotate_head<false>;
   const FloatRows input(x, 2);
-  const RowsResult result{result_matrix(y, input.rows(), input.cols()), 1.f, nullptr, nullptr, nullptr};
+  const RowsResult result{result_matrix(y, input.rows(), input.cols()), 1.f, nullptr, {}, nullptr};
   store_rows(pool, result, [&](int64_t token, float* values, float* scratch) {
     float *cos = scratch, *sin = scratch + shape.pairs;  // the row is long enough: 2 * pairs <= features
     turns_row(positions.typed_data<int32_t>()[token], frequencies.typed_data<float>(), attributes.inverse ? -1.f : 1.f,

@@ -81,7 +81,7 @@ ffi::Error SoftmaxFwd(ffi::ThreadPool pool, In x, In mask, In offset, Out y, Out
   const float* offsets = data_or_null<float>(offset);
   float* rests = data_or_null<float>(rest);
   const FloatRows input(x, 1);
-  store_rows(pool, {result_matrix(y, s.rows(), s.keys), 1.f, nullptr, nullptr, nullptr},
+  store_rows(pool, {result_matrix(y, s.rows(), s.keys), 1.f, nullptr, {}, nullptr},
              [&](int64_t row, float* values, float*) {
                const int64_t n = visible_keys(s, attributes.causal, row);
                const int64_t query = row % s.queries, head = row / s.queries, example = head / s.heads;
@@ -105,7 +105,7 @@ ffi::Error SoftmaxBwd(ffi::ThreadPool pool, In dy, In y, Out dx, Out dot, Softma
   if (check.failed()) return check.error();
   float* dots = data_or_null<float>(dot);
   const FloatRows cotangent(dy, s.rows(), s.keys), weights(y, 1);
-  store_rows(pool, {result_matrix(dx, s.rows(), s.keys), 1.f, nullptr, nullptr, nullptr},
+  store_rows(pool, {result_matrix(dx, s.rows(), s.keys), 1.f, nullptr, {}, nullptr},
              [&](int64_t row, float* values, float* scratch) {
                const int64_t n = visible_keys(s, attributes.causal, row);
                const float* dy_row = cotangent.at(row, scratch, 0, n);

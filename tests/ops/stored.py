@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.ops.quantize import scaled_cast
+from transformer_engine_jax.ops.state import Scaling
 from transformer_engine_jax.testing import epsilon
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
@@ -81,3 +82,8 @@ def call_handler(name: str, operands: dict, results: dict, attributes: dict):
 
 
 ABSENT = ((0,), jnp.float32)  # of an optional operand or result
+
+# Attributes of handlers that cast, where they are given a scale.
+FROM_SCALE = {
+    name: np.float32(value) if isinstance(value, float) else value for name, value in Scaling()._asdict().items()
+}

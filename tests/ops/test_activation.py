@@ -10,6 +10,7 @@ from stored import (
     E4M3,
     E5M2,
     EPS,
+    FROM_SCALE,
     assert_amax,
     assert_fp8,
     assert_rounded,
@@ -421,10 +422,13 @@ def test_mistakes(message, call):
 
 
 CLAMP = {name: np.float32(value) for name, value in Clamp()._asdict().items()}
-FWD = {"z": ((3, 2, 8), F32), "scale": ABSENT, "bias": ABSENT}, {"y": ((3, 8), F32), "y_t": ABSENT, "amax": ABSENT}
+FWD = (
+    {"z": ((3, 2, 8), F32), "scale": ABSENT, "bias": ABSENT},
+    {"y": ((3, 8), F32), **dict.fromkeys(["y_t", "amax", "report", "scale_inv"], ABSENT)},
+)
 BWD = (
     {"dy": ((3, 8), F32), "z": ((3, 2, 8), F32), "scale": ABSENT, "bias": ABSENT},
-    {"dz": ((3, 2, 8), F32), "dz_t": ABSENT, "amax": ABSENT, "dbias": ABSENT},
+    {"dz": ((3, 2, 8), F32), **dict.fromkeys(["dz_t", "amax", "dbias", "report", "scale_inv"], ABSENT)},
 )
 
 
@@ -445,6 +449,8 @@ BWD = (
         ("y", ((3, 8), E4M3)),
         ("y_t", ((8, 3), E4M3)),
         ("amax", ((1,), F32)),
+        ("report", ((1, 512), F32)),
+        ("scale_inv", ((), F32)),  # of no scale
         ("dy", ((3, 7), F32)),
         ("dz", ((3, 8), F32)),
         ("dz_t", ((2, 8, 3), E4M3)),
@@ -458,7 +464,7 @@ def test_malformed_calls_raise(argument, wrong):
             operands, results = dict(operands), dict(results)
             (operands if argument in operands else results)[argument] = wrong
             with pytest.raises(Exception, match=f"te_{name}: "):
-                call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP})
+                call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP, **FROM_SCALE})
 
 
 def test_a_bias_with_a_scale_raises():
@@ -466,10 +472,10 @@ def test_a_bias_with_a_scale_raises():
         operands, result = {**operands, "scale": ((), F32), "bias": ((2, 8), F32)}, next(iter(results))
         results = {**results, result: (results[result][0], E4M3)}
         with pytest.raises(Exception, match=f"te_{name}: bias: expected none with a scale"):
-            call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP})
+            call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP, **FROM_SCALE})
 
 
 @pytest.mark.parametrize("name", ["", "swish", "linear", "_linear", "gelu_", "gelu_linear_linear"])
 def test_unknown_activations_raise(name):
     with pytest.raises(Exception, match="te_activation_fwd: activation: expected gelu"):
-        call_handler("activation_fwd", *FWD, {"activation": name, **CLAMP})
+        call_handler("activation_fwd", *FWD, {"activation": name, **CLAMP, **FROM_SCALE})

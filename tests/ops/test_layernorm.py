@@ -10,6 +10,7 @@ from stored import (
     E4M3,
     E5M2,
     EPS,
+    FROM_SCALE,
     assert_amax,
     assert_fp8,
     assert_rounded,
@@ -268,6 +269,8 @@ def test_mistakes(message, call):
 
 FWD = {"x": ((3, 8), F32), "gamma": ((8,), F32), "beta": ((8,), F32), "scale": ABSENT}
 FWD_OUT = {"y": ((3, 8), F32), "y_t": ABSENT, "mean": ((3,), F32), "rstd": ((3,), F32), "amax": ABSENT}
+FWD_OUT |= {"report": ABSENT, "scale_inv": ABSENT}
+FWD_ATTRIBUTES = {"epsilon": np.float32(0), "zero_centered_gamma": False, **FROM_SCALE}
 BWD = {"dy": ((3, 8), F32), "x": ((3, 8), F32), "gamma": ((8,), F32), "mean": ((3,), F32), "rstd": ((3,), F32)}
 BWD["residual"] = ABSENT
 BWD_OUT = {"dx": ((3, 8), F32), "dgamma": ((8,), F32), "dbeta": ((8,), F32)}
@@ -289,6 +292,8 @@ BWD_OUT = {"dx": ((3, 8), F32), "dgamma": ((8,), F32), "dbeta": ((8,), F32)}
         ("mean", ((2,), F32)),
         ("rstd", ((3,), jnp.bfloat16)),
         ("amax", ((1,), F32)),
+        ("report", ((1, 512), F32)),
+        ("scale_inv", ((), F32)),  # of no scale
         ("dy", ((3, 7), F32)),
         ("residual", ((3, 8), jnp.bfloat16)),
         ("residual", ((2, 8), F32)),
@@ -300,7 +305,7 @@ BWD_OUT = {"dx": ((3, 8), F32), "dgamma": ((8,), F32), "dbeta": ((8,), F32)}
 def test_malformed_calls_raise(argument, wrong):
     ran = False
     for name, operands, results, attributes in (
-        ("layernorm_fwd", FWD, FWD_OUT, {"epsilon": np.float32(0), "zero_centered_gamma": False}),
+        ("layernorm_fwd", FWD, FWD_OUT, FWD_ATTRIBUTES),
         ("layernorm_bwd", BWD, BWD_OUT, {"zero_centered_gamma": False}),
     ):
         for norm in ("layernorm", "rmsnorm"):
@@ -318,10 +323,9 @@ def test_malformed_calls_raise(argument, wrong):
 
 
 def test_wrong_attributes_or_operands_raise():
-    attributes = {"epsilon": np.float32(0), "zero_centered_gamma": False}
     with pytest.raises(Exception, match="attributes"):
-        call_handler("layernorm_fwd", FWD, FWD_OUT, {"epsilon": np.float32(0)})
+        call_handler("layernorm_fwd", FWD, FWD_OUT, {"epsilon": np.float32(0), **FROM_SCALE})
     with pytest.raises(Exception, match="data type"):
-        call_handler("layernorm_fwd", FWD, FWD_OUT, {**attributes, "epsilon": 0})
+        call_handler("layernorm_fwd", FWD, FWD_OUT, {**FWD_ATTRIBUTES, "epsilon": 0})
     with pytest.raises(Exception, match=r"[Ww]rong number of"):
-        call_handler("layernorm_fwd", {"x": FWD["x"]}, FWD_OUT, attributes)
+        call_handler("layernorm_fwd", {"x": FWD["x"]}, FWD_OUT, FWD_ATTRIBUTES)

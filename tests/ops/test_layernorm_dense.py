@@ -104,14 +104,14 @@ def casts(op, rec) -> dict[str, int]:
     """How often one step calls each kernel."""
     arrays, dy = inputs()
     text = str(jax.make_jaxpr(lambda *a: step(op, *a, rec))(arrays, dy, emulated.states()))
-    return {k: text.count(f"<kernel {k}:") for k in ("quantize", "layernorm_fwd", "layernorm_bwd", "gemm", "amax")}
+    return {k: text.count(f"<kernel {k}:") for k in ("quantize", "layernorm_fwd", "layernorm_bwd", "gemm", "measure")}
 
 
 def test_the_norm_writes_fp8_itself():
-    assert casts(fused, DELAYED) == dict(quantize=2, layernorm_fwd=1, layernorm_bwd=1, gemm=3, amax=0)
+    assert casts(fused, DELAYED) == dict(quantize=2, layernorm_fwd=1, layernorm_bwd=1, gemm=3, measure=0)
     assert casts(composed, DELAYED)["quantize"] == 3
     # Current scaling runs it twice, first to measure.
-    assert casts(fused, RECIPES["current"]) == dict(quantize=2, layernorm_fwd=2, layernorm_bwd=1, gemm=3, amax=2)
+    assert casts(fused, RECIPES["current"]) == dict(quantize=2, layernorm_fwd=2, layernorm_bwd=1, gemm=3, measure=2)
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])

@@ -207,18 +207,18 @@ def kernel_calls(op, case, rec) -> dict[str, int]:
     """How often one step calls each kernel."""
     arrays, dy = inputs(case)
     text = str(jax.make_jaxpr(lambda *a: step(op, case, *a, rec))(arrays, dy, states()))
-    names = ("quantize", "amax", "rmsnorm_fwd", "rmsnorm_bwd", "activation_fwd", "activation_bwd", "gemm")
+    names = ("quantize", "measure", "rmsnorm_fwd", "rmsnorm_bwd", "activation_fwd", "activation_bwd", "gemm")
     return {k: text.count(f"<kernel {k}:") for k in names}
 
 
 def test_norm_and_activation_write_fp8_themselves():
     once = dict(rmsnorm_fwd=1, rmsnorm_bwd=1, activation_fwd=1, activation_bwd=1, gemm=6)
     # Two kernels and the incoming gradient; not the norm's output, the activation's, or the activation's gradient.
-    assert kernel_calls(fused, "rmsnorm swiglu", DELAYED) == dict(quantize=3, amax=0, **once)
+    assert kernel_calls(fused, "rmsnorm swiglu", DELAYED) == dict(quantize=3, measure=0, **once)
     assert kernel_calls(composed, "rmsnorm swiglu", DELAYED)["quantize"] == 6
     # Under current scaling they run twice, first to measure; the others take a pass of their own for that.
     twice = {**once, "rmsnorm_fwd": 2, "activation_fwd": 2, "activation_bwd": 2}
-    assert kernel_calls(fused, "rmsnorm swiglu", RECIPES["current"]) == dict(quantize=3, amax=3, **twice)
+    assert kernel_calls(fused, "rmsnorm swiglu", RECIPES["current"]) == dict(quantize=3, measure=3, **twice)
 
 
 def test_the_compiled_step_holds_as_many_casts():

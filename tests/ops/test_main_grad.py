@@ -127,6 +127,7 @@ def accumulated(op: str, mode: str, fused: bool):
 @pytest.mark.parametrize("op", OPS)
 def test_a_scan_over_microbatches_updates_its_carry_in_place(op):
     xs, kernels, buffers = inputs(op)
+    xs = xs[:, :8]  # few rows, lest the peak be elsewhere
     compiled, results = {}, {}
     for fused in (True, False):
         f = accumulated(op, "delayed", fused)

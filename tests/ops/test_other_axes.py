@@ -4,18 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import transformer_engine_jax  # noqa: F401 (registers the handlers)
+from stored import FROM_SCALE
 
 M, K = 6, 32
-NORM = {"epsilon": np.float32(1e-6), "zero_centered_gamma": False}
-ACTIVATION = {"activation": "gelu", **{name: np.float32(1) for name in ("limit", "alpha", "glu_linear_offset")}}
+NORM = {"epsilon": np.float32(1e-6), "zero_centered_gamma": False, **FROM_SCALE}
+ACTIVATION = {"activation": "gelu", **FROM_SCALE}
+ACTIVATION |= {name: np.float32(1) for name in ("limit", "alpha", "glu_linear_offset")}
 SOFTMAX = {"scale_factor": np.float32(1), "causal": False}
 X, GAMMA, ROWS, ABSENT = (M, K), (K,), (M,), (0,)
 # target, operands, results, attributes, and which buffer comes with other axes
 CALLS = {
-    "rmsnorm_fwd y": ("rmsnorm_fwd", [X, GAMMA, ABSENT], [X, ABSENT, ROWS, ABSENT], NORM, 3),
-    "layernorm_fwd y": ("layernorm_fwd", [X, GAMMA, GAMMA, ABSENT], [X, ABSENT, ROWS, ROWS, ABSENT], NORM, 4),
+    "rmsnorm_fwd y": ("rmsnorm_fwd", [X, GAMMA, ABSENT], [X, ABSENT, ROWS, *[ABSENT] * 3], NORM, 3),
+    "layernorm_fwd y": ("layernorm_fwd", [X, GAMMA, GAMMA, ABSENT], [X, ABSENT, ROWS, ROWS, *[ABSENT] * 3], NORM, 4),
     "layernorm_bwd dy": ("layernorm_bwd", [X, X, GAMMA, ROWS, ROWS, X], [X, GAMMA, GAMMA], "backward", 0),
     "layernorm_bwd residual": ("layernorm_bwd", [X, X, GAMMA, ROWS, ROWS, X], [X, GAMMA, GAMMA], "backward", 5),
     "layernorm_bwd dx": ("layernorm_bwd", [X, X, GAMMA, ROWS, ROWS, X], [X, GAMMA, GAMMA], "backward", 6),
@@ -23,9 +23,9 @@ CALLS = {
     "softmax_fwd y": ("softmax_fwd", [(1, 1, M, K), ABSENT, ABSENT], [(1, 1, M, K), ABSENT], SOFTMAX, 3),
     "softmax_bwd dy": ("softmax_bwd", [(1, 1, M, K)] * 2, [(1, 1, M, K), ABSENT], SOFTMAX, 0),
     "softmax_bwd dx": ("softmax_bwd", [(1, 1, M, K)] * 2, [(1, 1, M, K), ABSENT], SOFTMAX, 2),
-    "activation_fwd y": ("activation_fwd", [(M, 1, K), ABSENT, (1, K)], [X, ABSENT, ABSENT], ACTIVATION, 3),
-    "activation_bwd dy": ("activation_bwd", [X, (M, 1, K), ABSENT, (1, K)], [(M, 1, K), *[ABSENT] * 3], ACTIVATION, 0),
-    "activation_bwd dz": ("activation_bwd", [X, (M, 1, K), ABSENT, (1, K)], [(M, 1, K), *[ABSENT] * 3], ACTIVATION, 4),
+    "activation_fwd y": ("activation_fwd", [(M, 1, K), ABSENT, (1, K)], [X, *[ABSENT] * 4], ACTIVATION, 3),
+    "activation_bwd dy": ("activation_bwd", [X, (M, 1, K), ABSENT, (1, K)], [(M, 1, K), *[ABSENT] * 5], ACTIVATION, 0),
+    "activation_bwd dz": ("activation_bwd", [X, (M, 1, K), ABSENT, (1, K)], [(M, 1, K), *[ABSENT] * 5], ACTIVATION, 4),
     "rope y": ("rope_rotate", [(M, 1, K), (K // 2,), M], [(M, 1, K)], {"group": "alternate", "inverse": False}, 3),
 }
 

@@ -1,4 +1,4 @@
-"""Kernels of the FP8 state: the same bits from handler, reference and numpy, on every platform."""
+"""Scales and the FP8 state: the same bits from handlers, references and numpy, on every platform."""
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from transformer_engine_jax import testing
+from transformer_engine_jax.ops.activation import activation_bwd, activation_fwd
+from transformer_engine_jax.ops.layernorm import layernorm_fwd, rmsnorm_fwd
+from transformer_engine_jax.ops.quantize import E4M3, E5M2, measure, quantize, quantize_stack, scaled_cast
 from transformer_engine_jax.ops.state import (
     BINS,
-    current_scale,
+    Scaling,
     in_threes,
-    mend_state,
+    mended,
     packed,
+    read,
     report,
-    report_amax,
     unpacked,
     update_state,
 )
@@ -29,21 +32,25 @@ def on_each_platform(f, *args):
 
 
 def test_reports_are_one_hot():
-    """Those of one call, with axes before them or without, each in the bin of its leading bits; none of bad amaxes."""
-    bad = np.float32([0, np.nan, np.inf, -1])
-    amaxes = np.stack([AMAXES[:4], AMAXES[4:8], bad])
-    bins = np.clip((AMAXES[:8].view(np.int32) >> 21) - (127 - 64) * 4, 0, BINS - 1)
-    expected = np.zeros((3, 4, BINS), np.float32)
-    expected.reshape(12, BINS)[np.arange(8), bins] = AMAXES[:8]
-    for out in on_each_platform(lambda x: report_amax(*x), jnp.asarray(amaxes)):
+    """In the bin of the leading bits, of the largest of all tensors; none of 0, NaN and Inf."""
+    few = jnp.asarray([*AMAXES[:8], 0, np.nan, np.inf, 1e-30, 2.0**-64, 3e38], jnp.float32)
+    bins = np.clip((np.asarray(few).view(np.int32) >> 21) - (127 - 64) * 4, 0, BINS - 1)
+    expected = np.zeros((few.size, BINS), np.float32)
+    usable = np.isfinite(few) & (few > 0)
+    expected[np.arange(few.size)[usable], bins[usable]] = few[usable]
+    for out in on_each_platform(jax.jit(jax.vmap(report_of)), few):
         np.testing.assert_array_equal(out, expected)
-    for out in on_each_platform(report_amax, jnp.asarray(AMAXES[5])):
-        np.testing.assert_array_equal(out.report_0, expected[1, 1])
-        assert out.report_1 is None and out.report_2 is None
-    edges = np.float32([1e-30, 2.0**-64, 3e38])
-    for out in on_each_platform(report_amax, jnp.asarray(edges)):
-        np.testing.assert_array_equal(np.argmax(out.report_0, axis=1), [0, 0, BINS - 1])
-        np.testing.assert_array_equal(np.max(out.report_0, axis=1), edges)
+    for amax, row in zip(few, expected):
+        for out in on_each_platform(report_of, amax):
+            np.testing.assert_array_equal(out, row)
+        x = jnp.full((5, 40), -amax / 2).at[3, 17].set(-amax)
+        for out in on_each_platform(lambda x: quantize(x, 1.0, dtype=E4M3, amax=False, report=True).report, x):
+            np.testing.assert_array_equal(out, row)
+
+
+def report_of(amax):
+    small = jnp.zeros((3, 8)).at[1, 2].set(amax / 4)
+    return measure(small, small.at[0, 0].set(-amax), small, amax=False, report=True).report
 
 
 @pytest.mark.parametrize("most_recent", [False, True])
@@ -56,7 +63,7 @@ def test_update_is_ieee_arithmetic(most_recent):
     window = AMAXES[:50] if most_recent else np.maximum(AMAXES[:50], history[:, 1:].max(1))
     expected = np.float32(448) / window / np.float32(2)
     turned = np.roll(np.concatenate([AMAXES[:50, None], history[:, 1:]], 1), 1, axis=1)
-    states = packed(*map(jnp.asarray, (scale, scale + 1, history)))
+    states = packed(*map(jnp.asarray, (scale, scale, history)))
     for out in on_each_platform(lambda *a: update_state(*in_threes([a]), **rule), reports, states):
         got_scale, got_uses, got_history = unpacked(out.state_0)
         np.testing.assert_array_equal(got_scale, expected)
@@ -73,33 +80,114 @@ def test_states_of_one_call_do_not_mix():
         for (scale, _, history), amax, largest in zip(map(unpacked, out), amaxes, (448, 448, 57344)):
             assert scale == np.float32(largest) / amax / np.float32(2)
             np.testing.assert_array_equal(history, np.float32([0, amax, amax / 2, 0]))
-    of_each = [(packed(jnp.float32(2 * a), jnp.float32(2), jnp.full(3, 2 * a)),) for a in amaxes]
-    for out in on_each_platform(lambda x: mend_state(*in_threes(x[:2]), **rule), of_each):
-        assert out.scale_2 is None
-        for i, amax in enumerate(amaxes[:2]):
-            scale, scale_inv, state = out[3 * i : 3 * i + 3]
-            np.testing.assert_array_equal(state[2:], np.float32([amax, 2 * amax, amax]))
-            assert scale == np.float32(448) / (2 * amax) / np.float32(2) and scale_inv == np.float32(1) / scale
-            assert state[0] == scale and state[1] == 1
 
 
-def test_current_scale_is_ieee_arithmetic():
-    for options, expected in (
-        (dict(amax_epsilon=0.0, power_of_2=False), np.float32(448) / AMAXES),
-        (dict(amax_epsilon=1.0, power_of_2=False), np.float32(448) / np.maximum(AMAXES, np.float32(1))),
-        (dict(amax_epsilon=0.0, power_of_2=True), np.exp2(np.floor(np.log2(np.float32(448) / AMAXES)))),
-    ):
-        for out in on_each_platform(lambda a, o=options: current_scale(a, fp8_max=448.0, **o), AMAXES):
-            np.testing.assert_array_equal(out.scale, expected)
-            np.testing.assert_array_equal(out.scale_inv, np.float32(1) / expected)
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 16])
+@pytest.mark.parametrize("uses", [0.0, 2.0, 5.0])
+def test_an_update_starts_from_the_mended_state(uses, length, most_recent):
+    """A step that started from a sum of states, or of none, ends as if it had started from what stands for them."""
+    rule = {**RULE, "most_recent": most_recent}
+    history = jnp.asarray(AMAXES[:length]) * (uses > 0)
+    state = packed(jnp.float32(7 * uses), jnp.float32(uses), history)
+    sound = mended(state, 448.0, 2.0, most_recent)
+    for amax in (0.0, 3.0):
+        expected = update_state.reference(*in_threes([(report(jnp.float32(amax)), sound)]), **rule).state_0
+        for out in on_each_platform(lambda *a: update_state(*in_threes([a]), **rule), report(jnp.float32(amax)), state):
+            testing.assert_close(out.state_0, expected, 2.0**-22)  # as `same` says
+
+
+# --- What kernels that cast make of an amax or a state ---------------------------------------------------------------
+
+
+def cast_with(operand, scaling, dtype=E4M3):
+    """(FP8 of 1 / 64, its scale_inv), of a tensor and of one without elements."""
+    out = quantize(jnp.full((2, 16), 2.0**-6), operand, dtype=dtype, scaling=scaling, scale_inv=True)
+    empty = quantize(jnp.zeros((0, 16)), operand, dtype=dtype, scaling=scaling, scale_inv=True)
+    return out.q[0, 0], out.scale_inv, empty.scale_inv
+
+
+def assert_cast_with(operand, scaling, scale, dtype=E4M3):
+    expected = scaled_cast(jnp.float32(2.0**-6), jnp.float32(scale), dtype)
+    for q, scale_inv, of_empty in on_each_platform(lambda x: cast_with(x, scaling, dtype), jnp.asarray(operand)):
+        assert q.view(jnp.uint8) == expected.view(jnp.uint8)
+        assert scale_inv == of_empty == np.float32(1) / np.float32(scale)
+
+
+@pytest.mark.parametrize(
+    "options, scale",
+    [
+        ({}, lambda a: np.float32(448) / a),
+        ({"amax_epsilon": 1.0}, lambda a: np.float32(448) / np.maximum(a, np.float32(1))),
+        ({"power_of_2": True}, lambda a: np.exp2(np.floor(np.log2(np.float32(448) / a)))),
+    ],
+    ids=["plain", "epsilon", "power of 2"],
+)
+def test_a_current_scale_is_ieee_arithmetic(options, scale):
+    for amax in AMAXES[:30]:
+        assert_cast_with(amax, Scaling("amax", **options), scale(amax))
+    assert_cast_with(AMAXES[0], Scaling("amax"), np.float32(57344) / AMAXES[0], E5M2)
 
 
 @pytest.mark.parametrize("bad", [0.0, np.nan, np.inf])
-def test_current_scale_of_nothing_usable_is_one(bad):
-    for out in on_each_platform(
-        lambda a: current_scale(a, fp8_max=448.0, amax_epsilon=0.0, power_of_2=False), np.float32(bad)
+def test_a_current_scale_of_nothing_usable_is_one(bad):
+    assert_cast_with(np.float32(bad), Scaling("amax"), 1)
+
+
+def test_the_scale_of_a_state_is_its_own():
+    for amax in AMAXES[:10]:
+        state = packed(jnp.float32(amax), jnp.float32(1), jnp.asarray(AMAXES[:5]))
+        assert_cast_with(state, Scaling("state", two_to_margin=2.0), amax)
+
+
+def test_the_scale_of_added_or_missing_states_is_mended():
+    one = jnp.float32(1)
+    assert_cast_with(packed(0 * one, 0 * one, jnp.zeros(3)), Scaling("state"), 1)
+    assert_cast_with(packed(jnp.nan * one, one, jnp.ones(3)), Scaling("state"), 1)
+    # Three updated states, added: all but the newest amax, which is in slot 1, are three times what they were.
+    history = jnp.float32([3 * 7.0, 5.0, 3 * 2.0])
+    for most_recent, window in ((False, 7.0), (True, 5.0)):
+        scaling = Scaling("state", two_to_margin=2.0, most_recent=most_recent)
+        assert_cast_with(packed(3 * one, 3 * one, history), scaling, np.float32(448) / np.float32(window) / 2)
+    assert_cast_with(packed(3 * one, 3 * one, jnp.zeros(3)), Scaling("state"), 1)  # no amax: the scale of each, 1
+
+
+@pytest.mark.parametrize("kind", ["quantize", "quantize_stack", "layernorm", "rmsnorm", "activation", "its gradient"])
+def test_every_cast_takes_its_scale_from_amaxes_and_states(kind):
+    """The same bytes as with the scale itself, batched too."""
+    x, g = jax.random.normal(jax.random.key(0), (48, 64)), jnp.ones(64)
+    casts = {
+        "quantize": lambda s, **o: quantize(x, s, q_t=True, amax=False, **o),
+        "quantize_stack": lambda s, **o: quantize_stack(x, 2 * x, None, s, q_t=True, amax=False, **o),
+        "layernorm": lambda s, **o: layernorm_fwd(x, g, g, s, epsilon=1e-6, y_t=True, **o),
+        "rmsnorm": lambda s, **o: rmsnorm_fwd(x, g, s, epsilon=1e-6, y_t=True, **o),
+        "activation": lambda s, **o: activation_fwd(x[:, None], s, activation="gelu", y_t=True, **o),
+        "its gradient": lambda s, **o: activation_bwd(x, x[:, None], s, activation="gelu", dz_t=True, **o),
+    }
+    cast, amax, scale = casts[kind], jnp.float32(3.7), jnp.float32(448) / jnp.float32(3.7)
+    wanted = {"dtype": E4M3, "report": True, "scale_inv": True}
+
+    def all_ways(amax, scale, state):
+        from_state = lambda s: cast(s, scaling=Scaling("state"), **wanted)
+        batched = jax.vmap(from_state)(jnp.stack([state, state]))
+        others = cast(amax, scaling=Scaling("amax"), **wanted), from_state(state), jax.tree.map(lambda y: y[1], batched)
+        return cast(scale, **wanted), others
+
+    for expected, others in on_each_platform(all_ways, amax, scale, packed(scale, jnp.float32(1), jnp.full(16, 9.0))):
+        assert read(expected.report) > 0 and expected.scale_inv == np.float32(1) / scale
+        for got in others:
+            testing.assert_same_bytes(got, expected, kind)
+
+
+def test_mistakes_in_a_scale():
+    x = jnp.ones((4, 16))
+    for match, scale, options in (
+        (r"expected f32\[2 \+ H\] of a state, got float32\[\]", jnp.float32(1), {"scaling": Scaling("state")}),
+        (r"expected f32\[\], got float32\[18\]", jnp.ones(18), {"scaling": Scaling("amax")}),
+        ("report: expected none beside amax", jnp.float32(1), {"report": True}),
     ):
-        assert out.scale == 1 and out.scale_inv == 1
+        with pytest.raises(ValueError, match=f"quantize: .*{match}"):
+            quantize(x, scale, dtype=E4M3, **options)
 
 
 def test_kernels_hold_under_all_transformations():
@@ -113,9 +201,6 @@ def test_kernels_hold_under_all_transformations():
     check(update_state, in_threes([(reports, state)]), RULE)
     check(update_state, in_threes([(reports, short)]), {**RULE, "most_recent": True})
     check(update_state, in_threes([(reports * n, state) for n in (1, 2, 3)]), three)
-    check(mend_state, in_threes([(state,)]), RULE)
-    check(mend_state, in_threes([(short * n,) for n in (1, 2, 3)]), three)
-    check(current_scale, [scale], {"fp8_max": 57344.0, "amax_epsilon": 0.0, "power_of_2": True})
 
 
 def same(got, expected):

@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.differentiable import all_at_once, differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.quantize import partial_sums
+from transformer_engine_jax.ops.quantize import MEASURED, partial_sums
 from transformer_engine_jax.ops.result import store
+from transformer_engine_jax.ops.state import GIVEN
 
 # --- Curves, formula for formula those of cpp/ops/activation.h -----------------------------------------------------
 
@@ -111,6 +112,8 @@ class ActivationFwd(NamedTuple):
     y: jax.Array | None  # [.., N] in dtype
     y_t: jax.Array | None  # fp8[N, ..] its transposed copy
     amax: jax.Array | None  # f32[] max |y| before scaling
+    report: jax.Array | None  # f32[bins] the report of amax, in its place
+    scale_inv: jax.Array | None  # f32[] 1 / the scale
 
 
 class ActivationBwd(NamedTuple):
@@ -118,6 +121,8 @@ class ActivationBwd(NamedTuple):
     dz_t: jax.Array | None  # fp8[A, N, ..] its transposed copy
     amax: jax.Array | None  # f32[] max |dz| before scaling
     dbias: jax.Array | None  # f32[A, N] sum of dz over the leading axes, before the cast
+    report: jax.Array | None  # f32[bins] the report of amax, in its place
+    scale_inv: jax.Array | None  # f32[] 1 / the scale
 
 
 def _split(op: str, z, scale, bias, activation: str, clamp: Clamp) -> tuple[Point, Point | None]:
@@ -143,21 +148,24 @@ def _split(op: str, z, scale, bias, activation: str, clamp: Clamp) -> tuple[Poin
     return CURVES[name](wide[..., 0, :]), Point(wide[..., 1, :], jnp.float32(1.0)) if inputs == 2 else None
 
 
-@kernel("... a n, -, a n -> ... n, n ..., -", whole="a", reduce={"amax": "max"})
+@kernel("... a n, h*, a n -> ... n, n ..., -, r, -", whole="ah", reduce=MEASURED)
 def activation_fwd(
     z, scale, bias=None, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, y=True, y_t=False,
-    amax=False,
+    amax=False, report=False, scale_inv=False, scaling=GIVEN,
 ) -> ActivationFwd:  # fmt: skip
-    """y from z[.., A, N]; with a scale f32[], y is FP8 (`dtype`), without it z's dtype or `dtype`.
+    """y from z[.., A, N]; with a scale y is FP8 (`dtype`), without it z's dtype or `dtype`.
 
-    Without y, amax is that of the values themselves, in f32. A bias[A, N] (f32, f16 or bf16; none with a scale) is
+    scale: f32[], or what `scaling` says. A report takes the place of amax. Without y, amax is that of the values
+    themselves, in f32. A bias[A, N] (f32, f16 or bf16; none with a scale) is
     added to z in f32.
     """
     curve, gate = _split("activation_fwd", z, scale, bias, activation, Clamp(limit, alpha, glu_linear_offset))
     values = curve.value if gate is None else curve.value * gate.value
-    return ActivationFwd(
-        *store("activation_fwd", values, scale, dtype=dtype or z.dtype, k_axes=1, y=y, transposed=y_t, amax=amax)
-    )
+    out = store(
+        "activation_fwd", values, scale, dtype=dtype or z.dtype, k_axes=1, y=y, transposed=y_t, amax=amax,
+        report=report, scale_inv=scale_inv, scaling=scaling,
+    )  # fmt: skip
+    return ActivationFwd(*out)
 
 
 def _scratch(dy, z, *_, dbias, **__) -> int:
@@ -165,19 +173,20 @@ def _scratch(dy, z, *_, dbias, **__) -> int:
 
 
 @kernel(
-    "... n, ... a n, -, a n -> ... a n, a n ..., -, a n",
-    whole="a",
-    reduce={"amax": "max", "dbias": "sum"},
+    "... n, ... a n, h*, a n -> ... a n, a n ..., -, a n, r, -",
+    whole="ah",
+    reduce={**MEASURED, "dbias": "sum"},
     aliases={"z": "dz"},
     workspace=_scratch,
 )
 def activation_bwd(
     dy, z, scale, bias=None, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, dz=True,
-    dz_t=False, amax=False, dbias=False, in_place=False,
+    dz_t=False, amax=False, dbias=False, report=False, scale_inv=False, scaling=GIVEN, in_place=False,
 ) -> ActivationBwd:  # fmt: skip
-    """dz from dy[.., N] and z; with a scale f32[], dz is FP8 (`dtype`), without it z's dtype or `dtype`.
+    """dz from dy[.., N] and z; with a scale dz is FP8 (`dtype`), without it z's dtype or `dtype`.
 
-    Without dz, amax is that of the values themselves, in f32. in_place: a dz of z's dtype takes z's buffer. A bias is
+    scale: f32[], or what `scaling` says. A report takes the place of amax. Without dz, amax is that of the values
+    themselves, in f32. in_place: a dz of z's dtype takes z's buffer. A bias is
     what `activation_fwd` added to z.
     """
     curve, gate = _split("activation_bwd", z, scale, bias, activation, Clamp(limit, alpha, glu_linear_offset))
@@ -186,8 +195,12 @@ def activation_bwd(
         values = (dy * curve.slope)[..., None, :]
     else:
         values = jnp.stack([dy * gate.value * curve.slope, dy * curve.value * gate.slope], axis=-2)
-    out = store("activation_bwd", values, scale, dtype=dtype or z.dtype, k_axes=2, y=dz, transposed=dz_t, amax=amax)
-    return ActivationBwd(*out, jnp.sum(values, axis=tuple(range(z.ndim - 2))) if dbias else None)
+    out = store(
+        "activation_bwd", values, scale, dtype=dtype or z.dtype, k_axes=2, y=dz, transposed=dz_t, amax=amax,
+        report=report, scale_inv=scale_inv, scaling=scaling,
+    )  # fmt: skip
+    sums = jnp.sum(values, axis=tuple(range(z.ndim - 2))) if dbias else None
+    return ActivationBwd(out.y, out.y_t, out.amax, sums, out.report, out.scale_inv)
 
 
 # --- The differentiable op ---------------------------------------------------------------------------------------

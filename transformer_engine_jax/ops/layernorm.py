@@ -15,7 +15,9 @@ import numpy as np
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.ops.quantize import MEASURED
 from transformer_engine_jax.ops.result import store
+from transformer_engine_jax.ops.state import GIVEN
 
 # --- Kernels -----------------------------------------------------------------------------------------------------
 
@@ -26,6 +28,8 @@ class LayerNormFwd(NamedTuple):
     mean: jax.Array  # f32[..]
     rstd: jax.Array  # f32[..] 1 / sqrt(variance + epsilon)
     amax: jax.Array | None  # f32[] max |y| before scaling
+    report: jax.Array | None  # f32[bins] the report of amax, in its place
+    scale_inv: jax.Array | None  # f32[] 1 / the scale
 
 
 class RmsNormFwd(NamedTuple):
@@ -33,6 +37,8 @@ class RmsNormFwd(NamedTuple):
     y_t: jax.Array | None  # fp8[K, ..] its transposed copy
     rstd: jax.Array  # f32[..] 1 / sqrt(mean square + epsilon)
     amax: jax.Array | None  # f32[] max |y| before scaling
+    report: jax.Array | None  # f32[bins] the report of amax, in its place
+    scale_inv: jax.Array | None  # f32[] 1 / the scale
 
 
 class LayerNormBwd(NamedTuple):
@@ -58,33 +64,42 @@ def _sum_rows(x):
     return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
 
 
-@kernel("... k, k, k, - -> ... k, k ..., ..., ..., -", whole="k", reduce={"amax": "max"})
+@kernel("... k, k, k, h* -> ... k, k ..., ..., ..., -, r, -", whole="kh", reduce=MEASURED)
 def layernorm_fwd(
-    x, gamma, beta, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False
-) -> LayerNormFwd:
-    """y = (x - mean) * rstd * g + beta; with a scale f32[], y is FP8 (`dtype`), without it x's dtype or `dtype`.
+    x, gamma, beta, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False,
+    report=False, scale_inv=False, scaling=GIVEN,
+) -> LayerNormFwd:  # fmt: skip
+    """y = (x - mean) * rstd * g + beta; with a scale y is FP8 (`dtype`), without it x's dtype or `dtype`.
 
-    Without y, amax is that of the values themselves, in f32.
+    scale: f32[], or what `scaling` says. A report takes the place of amax. Without y, amax is that of the values
+    themselves, in f32.
     """
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     centred = wide - mean
     rstd = 1.0 / jnp.sqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
     values = centred * rstd * _g(gamma, zero_centered_gamma) + beta.astype(jnp.float32)
-    out = store("layernorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, y=y, transposed=y_t, amax=amax)
-    return LayerNormFwd(out.y, out.y_t, mean[..., 0], rstd[..., 0], out.amax)
+    out = store(
+        "layernorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, y=y, transposed=y_t, amax=amax,
+        report=report, scale_inv=scale_inv, scaling=scaling,
+    )  # fmt: skip
+    return LayerNormFwd(out.y, out.y_t, mean[..., 0], rstd[..., 0], out.amax, out.report, out.scale_inv)
 
 
-@kernel("... k, k, - -> ... k, k ..., ..., -", whole="k", reduce={"amax": "max"})
+@kernel("... k, k, h* -> ... k, k ..., ..., -, r, -", whole="kh", reduce=MEASURED)
 def rmsnorm_fwd(
-    x, gamma, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False
-) -> RmsNormFwd:
+    x, gamma, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False, report=False,
+    scale_inv=False, scaling=GIVEN,
+) -> RmsNormFwd:  # fmt: skip
     """y = x * rstd * g; as `layernorm_fwd`."""
     wide = x.astype(jnp.float32)
     rstd = 1.0 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     values = wide * rstd * _g(gamma, zero_centered_gamma)
-    out = store("rmsnorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, y=y, transposed=y_t, amax=amax)
-    return RmsNormFwd(out.y, out.y_t, rstd[..., 0], out.amax)
+    out = store(
+        "rmsnorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, y=y, transposed=y_t, amax=amax, report=report,
+        scale_inv=scale_inv, scaling=scaling,
+    )  # fmt: skip
+    return RmsNormFwd(out.y, out.y_t, rstd[..., 0], out.amax, out.report, out.scale_inv)
 
 
 def _scratch(dy, x, *_, **__) -> int:

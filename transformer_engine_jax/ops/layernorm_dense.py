@@ -28,7 +28,7 @@ from transformer_engine_jax.ops.layernorm import (
     rmsnorm_fwd,
 )
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
-from transformer_engine_jax.ops.quantize import Cast, cast_result, named, quantizer_scale
+from transformer_engine_jax.ops.quantize import Cast, Casting, named
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
 
@@ -66,9 +66,9 @@ def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Ca
             return rmsnorm_fwd(x, gamma, scale, **static._asdict(), **wanted)
         return layernorm_fwd(x, gamma, beta, scale, **static._asdict(), **wanted)
 
-    scales = quantizer_scale(quantizer, lambda: run(None, y=False, amax=True).amax)
-    out = run(scales.scale, dtype=quantizer.spec.dtype, y_t=True, amax=True)
-    cast = cast_result(scales, out.y, out.y_t, out.amax)
+    casting = Casting.of(quantizer, lambda: run(None, y=False, amax=True).amax)
+    out = run(casting.scale, y_t=True, **casting.options)
+    cast = casting.result(out.y, out.y_t, out)
     mean, rstd = named(quantizer, (None if beta is None else out.mean, out.rstd))
     return cast, NormSaved(x, gamma, beta, mean, rstd)
 

@@ -32,7 +32,7 @@ from transformer_engine_jax.ops.dense import (
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
-from transformer_engine_jax.ops.quantize import Cast, cast_result, quantize_for, quantizer_scale
+from transformer_engine_jax.ops.quantize import Cast, Casting, quantize_for
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
 
@@ -43,22 +43,22 @@ def activation_forward(fused: Fused, z, quantizer: Quantizer) -> Cast:
     """
 
     def run(scale, **results):
-        return activation_fwd(z, scale, **fused._asdict(), **results, amax=True)
+        return activation_fwd(z, scale, **fused._asdict(), **results)
 
-    scales = quantizer_scale(quantizer, lambda: run(None, y=False).amax)
-    out = run(scales.scale, dtype=quantizer.spec.dtype, y_t=True)
-    return cast_result(scales, out.y, out.y_t, out.amax)
+    casting = Casting.of(quantizer, lambda: run(None, y=False, amax=True).amax)
+    out = run(casting.scale, y_t=True, **casting.options)
+    return casting.result(out.y, out.y_t, out)
 
 
 def activation_backward(fused: Fused, dy, z, quantizer: Quantizer, *, dbias: bool) -> Cast:
     """The gradient of z[.., A, N], quantized likewise, with its sum over tokens where there is a bias."""
 
     def run(scale, **results):
-        return activation_bwd(dy, z, scale, **fused._asdict(), **results, amax=True)
+        return activation_bwd(dy, z, scale, **fused._asdict(), **results)
 
-    scales = quantizer_scale(quantizer, lambda: run(None, dz=False).amax)
-    out = run(scales.scale, dtype=quantizer.spec.dtype, dz_t=True, dbias=dbias)
-    return cast_result(scales, out.dz, out.dz_t, out.amax, out.dbias)
+    casting = Casting.of(quantizer, lambda: run(None, dz=False, amax=True).amax)
+    out = run(casting.scale, dz_t=True, dbias=dbias, **casting.options)
+    return casting.result(out.dz, out.dz_t, out, out.dbias)
 
 
 class _Static(NamedTuple):

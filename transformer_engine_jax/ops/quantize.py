@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.state import Scales, current_scale, report_amax
+from transformer_engine_jax.ops.state import GIVEN
+from transformer_engine_jax.ops.state import report as report_of
 from transformer_engine_jax.partition import pmax
 from transformer_engine_jax.quantized import QuantizedTensor, Quantizer, QuantizerSpec
 
@@ -84,8 +85,10 @@ def transpose(x: jax.Array, k_axes: int) -> jax.Array:
 class Quantized(NamedTuple):
     q: jax.Array | None  # fp8[m.., k..] cast of x * scale
     q_t: jax.Array | None  # fp8[k.., m..] its transposed copy
-    amax: jax.Array  # f32[] max |x| before scaling
+    amax: jax.Array | None  # f32[] max |x| before scaling
     colsum: jax.Array | None  # f32[k..] sum of x over the leading axes (a bias gradient)
+    report: jax.Array | None  # f32[bins] the report of amax, in its place
+    scale_inv: jax.Array | None  # f32[] 1 / the scale
 
 
 def partial_sums(x, k_axes: int) -> int:
@@ -98,15 +101,29 @@ def _scratch(x, scale, *, colsum, k_axes, **_) -> int:
     return partial_sums(x, k_axes) if colsum else 0
 
 
-@kernel("m* k*, - -> m* k*, k* m*, -, k*", reduce={"amax": "max", "colsum": "sum"}, workspace=_scratch)
-def quantize(x, scale, *, dtype, k_axes=1, q=True, q_t=False, colsum=False) -> Quantized:
-    """Casts x[m.., k..] (f32, f16, bf16) to FP8 with a scale f32[]; the last `k_axes` axes are the columns."""
-    cast_x = scaled_cast(x, scale, dtype) if q or q_t else None
+MEASURED = {"amax": "max", "report": "max", "scale_inv": "same"}  # by shards of a kernel that casts
+
+
+@kernel("m* k*, h* -> m* k*, k* m*, -, k*, r, -", whole="h", reduce={**MEASURED, "colsum": "sum"}, workspace=_scratch)
+def quantize(
+    x, scale, *, dtype, k_axes=1, q=True, q_t=False, amax=True, colsum=False, report=False, scale_inv=False,
+    scaling=GIVEN,
+) -> Quantized:  # fmt: skip
+    """Casts x[m.., k..] (f32, f16, bf16) to FP8; the last `k_axes` axes are the columns.
+
+    scale: f32[], or what `scaling` says. A report takes the place of amax.
+    """
+    if amax and report:
+        raise ValueError("quantize: report: expected none beside amax")
+    scales = scaling.scales(scale, dtype)
+    cast_x = scaled_cast(x, scales.scale, dtype) if q or q_t else None
     return Quantized(
         cast_x if q else None,
         transpose(cast_x, k_axes) if q_t else None,
-        max_abs(x),
+        max_abs(x) if amax else None,
         jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - k_axes))) if colsum else None,
+        report_of(max_abs(x)) if report else None,
+        scales.scale_inv if scale_inv else None,
     )
 
 
@@ -115,21 +132,43 @@ def _stack_scratch(x0, x1, x2, scale, *, colsum, **_) -> int:
 
 
 @kernel(
-    "m* n, m* n, m* n, - -> m* p n, p n m*, -, p n", reduce={"amax": "max", "colsum": "sum"}, workspace=_stack_scratch
+    "m* n, m* n, m* n, h* -> m* p n, p n m*, -, p n, r, -",
+    whole="h",
+    reduce={**MEASURED, "colsum": "sum"},
+    workspace=_stack_scratch,
 )
-def quantize_stack(x0, x1, x2, scale, *, dtype, q=True, q_t=False, colsum=False) -> Quantized:
+def quantize_stack(
+    x0, x1, x2, scale, *, dtype, q=True, q_t=False, amax=True, colsum=False, report=False, scale_inv=False,
+    scaling=GIVEN,
+) -> Quantized:  # fmt: skip
     """`quantize` of the stack [m.., P, n] of x0[m.., n], x1 and x2 (None: P is 2), which never is in memory.
 
     n is a multiple of 8.
     """
     x = jnp.stack([x for x in (x0, x1, x2) if x is not None], axis=-2)
-    return quantize.reference(x, scale, dtype=dtype, k_axes=2, q=q, q_t=q_t, colsum=colsum)
+    return quantize.reference(
+        x, scale, dtype=dtype, k_axes=2, q=q, q_t=q_t, amax=amax, colsum=colsum, report=report, scale_inv=scale_inv,
+        scaling=scaling,
+    )  # fmt: skip
 
 
-@kernel("... -> -", reduce={"result": "max"})
-def amax(x) -> Any:
-    """max |x| as f32[]; NaN where x (f32, f16, bf16) holds one."""
-    return max_abs(x)
+class Measured(NamedTuple):
+    amax: jax.Array | None  # f32[]
+    report: jax.Array | None  # f32[bins]
+
+
+@kernel("..., ..., ... -> -, r", reduce={"amax": "max", "report": "max"})
+def measure(x0, x1=None, x2=None, *, amax=True, report=False) -> Measured:
+    """max |x| of up to three arrays of one shape and dtype (f32, f16, bf16), or its report; NaN where one holds one."""
+    if amax and report:
+        raise ValueError("measure: report: expected none beside amax")
+    most = functools.reduce(jnp.maximum, [max_abs(x) for x in (x0, x1, x2) if x is not None])
+    return Measured(most if amax else None, report_of(most) if report else None)
+
+
+def amax(*parts: jax.Array) -> jax.Array:
+    """max |x| of up to three arrays of one shape and dtype as f32[]."""
+    return measure(*parts).amax
 
 
 @kernel("..., - -> ...")
@@ -146,12 +185,12 @@ class Cast(NamedTuple):
 
     q: QuantizedTensor | None  # [m.., k..]
     q_t: QuantizedTensor | None  # [k.., m..]
-    amax: jax.Array  # f32[]
+    report: jax.Array | None  # f32[bins] of its amax, where the recipe has a history
     colsum: jax.Array | None = None  # f32[k..]
 
 
 def reduce_amax(amax: jax.Array, spec: QuantizerSpec, like: jax.Array | None = None) -> jax.Array:
-    """amax over the mesh axes of a manual shard_map that the user named, and those `like` does not vary over."""
+    """An amax or a report over the mesh axes of a manual shard_map that the user named, and that `like` is alike on."""
     axes = set(spec.amax_axes)
     if like is not None:
         axes |= jax.typeof(amax).manual_axis_type.varying - jax.typeof(like).manual_axis_type.varying
@@ -165,30 +204,32 @@ def reduce_amax(amax: jax.Array, spec: QuantizerSpec, like: jax.Array | None = N
         ) from error
 
 
-def quantizer_scale(quantizer: Quantizer, amax: Callable[[], jax.Array]) -> Scales:
-    """The scale f32[] of this step and its reciprocal; `amax` is called where the recipe needs the tensor's."""
-    recipe = quantizer.spec.recipe
-    if recipe.stateful:
-        return Scales(quantizer.scale, quantizer.scale_inv)
-    return current_scale(
-        reduce_amax(amax(), quantizer.spec),
-        fp8_max=fp8_max(quantizer.spec.dtype),
-        amax_epsilon=float(recipe.amax_epsilon),
-        power_of_2=recipe.use_power_2_scales,
-    )
+class Casting(NamedTuple):
+    """How a kernel that casts is called for a Quantizer: its operand `scale`, and attributes."""
 
+    scale: jax.Array  # as `scaling` has it
+    options: dict[str, Any]
 
-def cast_result(scales: Scales, q, q_t, amax, colsum=None) -> Cast:
-    """A kernel's buffers, cast with these scales, as QuantizedTensors."""
-    tensors = [None if data is None else QuantizedTensor(data, scales.scale_inv) for data in (q, q_t)]
-    return Cast(*tensors, amax, colsum)
+    @classmethod
+    def of(cls, quantizer: Quantizer, amax: Callable[[], jax.Array]) -> Casting:
+        """`amax` is called where the recipe needs the tensor's."""
+        spec = quantizer.spec
+        scale = quantizer.scale if spec.recipe.stateful else reduce_amax(amax(), spec)
+        wanted = {"amax": False, "report": spec.recipe.stateful, "scale_inv": True}
+        return cls(scale, {"dtype": spec.dtype, "scaling": quantizer.scaling, **wanted})
+
+    @staticmethod
+    def result(q, q_t, out, colsum=None) -> Cast:
+        """A kernel's results, of which q and q_t are the cast, as QuantizedTensors."""
+        tensors = [None if data is None else QuantizedTensor(data, out.scale_inv) for data in (q, q_t)]
+        return Cast(*tensors, out.report, colsum)
 
 
 def quantize_for(quantizer: Quantizer, x, *, k_axes=1, q=True, q_t=False, colsum=False) -> Cast:
     """Quantizes x[m.., k..] as its Quantizer says."""
-    scales = quantizer_scale(quantizer, lambda: amax(x))
-    out = quantize(x, scales.scale, dtype=quantizer.spec.dtype, k_axes=k_axes, q=q, q_t=q_t, colsum=colsum)
-    return cast_result(scales, out.q, out.q_t, out.amax, out.colsum)
+    casting = Casting.of(quantizer, lambda: amax(x))
+    out = quantize(x, casting.scale, k_axes=k_axes, q=q, q_t=q_t, colsum=colsum, **casting.options)
+    return casting.result(out.q, out.q_t, out, out.colsum)
 
 
 def named(quantizer: Quantizer, saved: Any) -> Any:
@@ -201,33 +242,35 @@ def quantize_stack_for(quantizer: Quantizer, parts: Sequence[jax.Array], *, cols
     """Quantizes the stack [m.., P, n] of 2 or 3 parts [m.., n] both ways, as its Quantizer says."""
     if parts[0].shape[-1] % 8:
         return quantize_for(quantizer, jnp.stack(parts, axis=-2), k_axes=2, q_t=True, colsum=colsum)
-    scales = quantizer_scale(quantizer, lambda: functools.reduce(jnp.maximum, map(amax, parts)))
+    casting = Casting.of(quantizer, lambda: amax(*parts))
     x0, x1, x2 = (*parts, None)[:3]
-    out = quantize_stack(x0, x1, x2, scales.scale, dtype=quantizer.spec.dtype, q_t=True, colsum=colsum)
-    return cast_result(scales, out.q, out.q_t, out.amax, out.colsum)
+    out = quantize_stack(x0, x1, x2, casting.scale, q_t=True, colsum=colsum, **casting.options)
+    return casting.result(out.q, out.q_t, out, out.colsum)
 
 
-def observe(quantizers: Sequence[Quantizer], amaxes: Sequence[jax.Array]) -> list[Quantizer]:
-    """The cotangents of up to three Quantizers of one recipe: reports of what was observed."""
-    scales = [quantizer.scale for quantizer in quantizers]
-    if scales[0] is None:
-        return list(quantizers)
-    varying = [jax.typeof(scale).manual_axis_type for scale in scales]
-    if len(set(varying)) > 1:  # one launch makes its results alike
-        return [observe([quantizer], [amax])[0] for quantizer, amax in zip(quantizers, amaxes)]
-    amaxes = [reduce_amax(amax, q.spec, like=q.scale) for amax, q in zip(amaxes, quantizers)]
-    reports = report_amax(*amaxes)
-    zeros = map(jnp.zeros_like, scales)
-    return [Quantizer(zero, zero, report, q.spec) for zero, report, q in zip(zeros, reports, quantizers)]
+def observe(quantizers: Sequence[Quantizer], reports: Sequence[jax.Array | None]) -> list[Quantizer]:
+    """The cotangents of Quantizers: reports f32[bins] of what was observed, None under a recipe without history."""
+
+    def cotangent(quantizer: Quantizer, report: jax.Array | None) -> Quantizer:
+        if quantizer.scale is None:
+            return quantizer
+        report = reduce_amax(report, quantizer.spec, like=quantizer.scale)
+        return Quantizer(jnp.zeros_like(quantizer.scale), report, quantizer.spec)
+
+    return [cotangent(quantizer, report) for quantizer, report in zip(quantizers, reports)]
+
+
+def _report(x) -> jax.Array:
+    return measure(x, amax=False, report=True).report
 
 
 def _watch_forward(_, x, quantizer):
-    return x, (quantizer, amax(x))
+    return x, (quantizer, _report(x))
 
 
 def _watch_backward(_, residuals, cotangent):
-    quantizer, amax_of_x = residuals
-    return cotangent, *observe([quantizer], [amax_of_x])
+    quantizer, report = residuals
+    return cotangent, *observe([quantizer], [report])
 
 
 def _watch_gradient_forward(_, y, quantizer):
@@ -235,7 +278,7 @@ def _watch_gradient_forward(_, y, quantizer):
 
 
 def _watch_gradient_backward(_, quantizer, cotangent):
-    return cotangent, *observe([quantizer], [amax(cotangent)])
+    return cotangent, *observe([quantizer], [_report(cotangent)])
 
 
 _watch = differentiable(_watch_forward, _watch_backward)

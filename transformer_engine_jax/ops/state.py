@@ -41,49 +41,7 @@ def read(reports: jax.Array) -> jax.Array:
     return jnp.max(jnp.minimum(reports, edges.at[-1].set(jnp.inf)), axis=-1, initial=0.0)
 
 
-# --- Kernels ---------------------------------------------------------------------------------------------------------
-
-
-class Reports(NamedTuple):
-    report_0: jax.Array  # f32[.., bins]
-    report_1: jax.Array | None
-    report_2: jax.Array | None
-
-
-class UpdatedStates(NamedTuple):
-    state_0: jax.Array  # f32[.., 2 + H]
-    state_1: jax.Array | None
-    state_2: jax.Array | None
-
-
-class MendedState(NamedTuple):
-    scale: jax.Array  # f32[..]
-    scale_inv: jax.Array  # f32[..]
-    state: jax.Array  # f32[.., 2 + H]
-
-
-class MendedStates(NamedTuple):
-    """Fields of MendedState, for each state."""
-
-    scale_0: jax.Array
-    scale_inv_0: jax.Array
-    state_0: jax.Array
-    scale_1: jax.Array | None
-    scale_inv_1: jax.Array | None
-    state_1: jax.Array | None
-    scale_2: jax.Array | None
-    scale_inv_2: jax.Array | None
-    state_2: jax.Array | None
-
-
-class Scales(NamedTuple):
-    scale: jax.Array  # f32[..]
-    scale_inv: jax.Array  # f32[..]
-
-
-# What belongs to one GEMM, up to three tensors, takes one launch: number 0 is there, 1 and 2 may be None. A state is
-# one array, its scale, its uses and its history one after the other: each array that a step takes and returns costs
-# the host 10 us.
+# --- Scales -----------------------------------------------------------------------------------------------------------
 
 
 def packed(scale: jax.Array, uses: jax.Array, history: jax.Array) -> jax.Array:
@@ -96,10 +54,82 @@ def unpacked(state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return state[..., 0], state[..., 1], state[..., 2:]
 
 
-@kernel(f"{', '.join(3 * ['...'])} -> {', '.join(3 * ['... r'])}")
-def report_amax(amax_0, amax_1=None, amax_2=None) -> Reports:
-    """`report` of each."""
-    return Reports(*[None if amax is None else report(amax) for amax in (amax_0, amax_1, amax_2)])
+def mended(state: jax.Array, fp8_max: float, two_to_margin: float, most_recent: bool) -> jax.Array:
+    """The state f32[.., 2 + H] to start a step from: itself, unless it is a sum of `uses` states, or of none.
+
+    In a sum of n updated states of one step all but the newest amax are n times what they were; the newest ones add up
+    to at most n times their maximum, which is kept: an amax may be too large, never too small. A state that no output
+    depended on comes back as zeros, and starts anew.
+    """
+    scale, uses, history = unpacked(state)
+    n = jnp.maximum(uses, 1.0)
+    newest = 1 % history.shape[-1]
+    history = (history / n[..., None]).at[..., newest].set(history[..., newest])
+    last = jnp.where((scale > 0) & jnp.isfinite(scale), scale / n, 1.0)
+    window = history[..., newest] if most_recent else jnp.max(history, axis=-1)
+    scale = jnp.where(n > 1, scale_from_amax(window, last, fp8_max, two_to_margin), last)
+    return packed(scale, jnp.ones_like(uses), history)
+
+
+def current_scale(amax: jax.Array, fp8_max: float, amax_epsilon: float, power_of_2: bool) -> jax.Array:
+    """The scale f32[..] of tensors with these amaxes f32[..], 1 where one is 0 or not finite."""
+    amax = jnp.where(amax < amax_epsilon, jnp.float32(amax_epsilon), amax)
+    scale = scale_from_amax(amax, jnp.ones_like(amax), fp8_max)
+    if not power_of_2:
+        return scale
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+class Scales(NamedTuple):
+    scale: jax.Array  # f32[..]
+    scale_inv: jax.Array  # f32[..]
+
+
+class Scaling(NamedTuple):
+    """Where the scale of a cast comes from: the attribute `scaling` of the kernels that cast.
+
+    So no kernel has to run between one that measures and one that casts.
+    """
+
+    scale_from: str = "scale"  # what the operand `scale` holds: that, f32[]; "amax" f32[]; or a "state" f32[2 + H]
+    amax_epsilon: float = 0.0  # amax: as `current_scale`
+    power_of_2: bool = False
+    two_to_margin: float = 1.0  # state: as `mended`
+    most_recent: bool = False
+
+    def scales(self, operand: jax.Array | None, dtype) -> Scales | None:
+        """The scale f32[] for a cast to `dtype`, and its reciprocal; None without an operand."""
+        if operand is None:
+            return None
+        if operand.ndim != (self.scale_from == "state"):
+            expected = "f32[2 + H] of a state" if self.scale_from == "state" else "f32[]"
+            raise ValueError(f"scale: expected {expected}, got {operand.dtype}{list(operand.shape)}")
+        fp8_max = float(jnp.finfo(dtype).max)
+        if self.scale_from == "amax":
+            scale = current_scale(operand, fp8_max, self.amax_epsilon, self.power_of_2)
+        elif self.scale_from == "state":
+            scale = unpacked(mended(operand, fp8_max, self.two_to_margin, self.most_recent))[0]
+        else:
+            scale = operand
+        return Scales(scale, 1.0 / scale)
+
+
+GIVEN = Scaling()
+
+
+# --- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+class UpdatedStates(NamedTuple):
+    state_0: jax.Array  # f32[.., 2 + H]
+    state_1: jax.Array | None
+    state_2: jax.Array | None
+
+
+# What belongs to one GEMM, up to three tensors, takes one launch: number 0 is there, 1 and 2 may be None. A state is
+# one array, its scale, its uses and its history one after the other: each array that a step takes and returns costs
+# the host 10 us.
 
 
 @kernel(f"{', '.join(3 * ['... r, ... h'])} -> {', '.join(3 * ['... h'])}", whole="rh")
@@ -107,11 +137,15 @@ def update_state(
     reports_0, state_0, reports_1, state_1, reports_2, state_2,
     *, fp8_max_0, fp8_max_1=0.0, fp8_max_2=0.0, two_to_margin, most_recent,
 ) -> UpdatedStates:  # fmt: skip
-    """The states after a step: the reported amax enters the history, and sets the scale alone or with the others."""
+    """The states after a step: the reported amax enters the history, and sets the scale alone or with the others.
+
+    The step may have started from sums of states, or of none, as `mended` has them.
+    """
 
     def update(reports, state, fp8_max):
         if state is None:
             return None
+        state = mended(state, fp8_max, two_to_margin, most_recent)
         scale, uses, history = unpacked(state)
         amax = read(reports)
         history = jnp.concatenate([amax[..., None], history[..., 1:]], axis=-1)
@@ -126,38 +160,6 @@ def update_state(
     )
 
 
-@kernel(f"{', '.join(3 * ['... h'])} -> {', '.join(3 * ['..., ..., ... h'])}", whole="h")
-def mend_state(
-    state_0, state_1, state_2, *, fp8_max_0, fp8_max_1=0.0, fp8_max_2=0.0, two_to_margin, most_recent
-) -> MendedStates:
-    """The states to start a step from: themselves, unless they are sums of `uses` states, or of none."""
-
-    def mend(state, fp8_max):
-        if state is None:
-            return 3 * [None]
-        scale, uses, history = unpacked(state)
-        n = jnp.maximum(uses, 1.0)
-        newest = 1 % history.shape[-1]
-        history = (history / n[..., None]).at[..., newest].set(history[..., newest])
-        last = jnp.where((scale > 0) & jnp.isfinite(scale), scale / n, 1.0)
-        window = history[..., newest] if most_recent else jnp.max(history, axis=-1)
-        mended = jnp.where(n > 1, scale_from_amax(window, last, fp8_max, two_to_margin), last)
-        return MendedState(mended, 1.0 / mended, packed(mended, jnp.ones_like(uses), history))
-
-    return MendedStates(*mend(state_0, fp8_max_0), *mend(state_1, fp8_max_1), *mend(state_2, fp8_max_2))
-
-
 def in_threes(states: Sequence[Sequence[Any]]) -> list[Any]:
     """Operands of a kernel of up to three states, from what it takes of each."""
     return [x for state in (*states, *[len(states[0]) * [None]] * (3 - len(states))) for x in state]
-
-
-@kernel("... -> ..., ...")
-def current_scale(amax, *, fp8_max, amax_epsilon, power_of_2) -> Scales:
-    """The scale of a tensor with this amax, 1 where amax is 0 or not finite."""
-    amax = jnp.where(amax < amax_epsilon, jnp.float32(amax_epsilon), amax)
-    scale = scale_from_amax(amax, jnp.ones_like(amax), fp8_max)
-    if power_of_2:
-        bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
-        scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return Scales(scale, 1.0 / scale)

@@ -15,7 +15,7 @@ import numpy as np
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
 from transformer_engine_jax.ops.attention.options import Attention
-from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, is_fp8, observe, quantize, quantizer_scale
+from transformer_engine_jax.ops.quantize import E4M3, Casting, amax, dequantize, is_fp8, observe, quantize
 from transformer_engine_jax.quantized import Quantizer
 
 # Below E4M3's largest, 448, and a power of two: multiplying by it is exact.
@@ -51,25 +51,25 @@ def fp8_attention(
 
 def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...], q_len, k_len):
     tensors = query, *static.repeated(key, value)  # before the cast, whose kernel is not to be sharded by parts either
-    scales = [quantizer_scale(quantizer, lambda x=x: amax(x)) for quantizer, x in zip(quantizers, tensors)]
-    casts = [quantize(x, s.scale, dtype=quantizer.spec.dtype) for x, s, quantizer in zip(tensors, scales, quantizers)]
+    castings = [Casting.of(quantizer, lambda x=x: amax(x)) for quantizer, x in zip(quantizers, tensors)]
+    casts = [quantize(x, casting.scale, **casting.options) for x, casting in zip(tensors, castings)]
     q, k, v = (cast.q for cast in casts)
-    of_v, dtype = scales[2], _o_dtype(query)
+    dtype, v_descale = _o_dtype(query), casts[2].scale_inv
     o, stats = attention_fp8_fwd(
-        static.by_group(q, key), k, v, *[s.scale_inv for s in scales],
-        WEIGHT_SCALE, 1 / WEIGHT_SCALE, of_v.scale if is_fp8(dtype) else 1.0, q_len, k_len,
+        static.by_group(q, key), k, v, *[cast.scale_inv for cast in casts],
+        WEIGHT_SCALE, 1 / WEIGHT_SCALE, 1.0 / v_descale if is_fp8(dtype) else 1.0, q_len, k_len,
         dtype=dtype, **static.attributes,
     )  # fmt: skip
-    amaxes = [cast.amax for cast in casts]
-    saved = stats, query, key, value, (o, of_v.scale_inv), quantizers, amaxes, q_len, k_len
-    return _wide(o, of_v.scale_inv, query.dtype).reshape(query.shape), saved
+    reports = [cast.report for cast in casts]
+    saved = stats, query, key, value, (o, v_descale), quantizers, reports, q_len, k_len
+    return _wide(o, v_descale, query.dtype).reshape(query.shape), saved
 
 
 def _backward(static: Flash, residuals, do):
-    stats, query, key, value, (o, o_descale), quantizers, amaxes, q_len, k_len = residuals
+    stats, query, key, value, (o, o_descale), quantizers, reports, q_len, k_len = residuals
     o = _wide(o, o_descale, query.dtype)
     grads = static.gradients(stats, query, key, value, o, do, None, q_len, k_len)
-    return *grads, tuple(observe(quantizers, amaxes)), None, None
+    return *grads, tuple(observe(quantizers, reports)), None, None
 
 
 _attention = differentiable(_forward, _backward)
