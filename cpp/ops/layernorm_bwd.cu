@@ -99,7 +99,10 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
   float next_mean = statistic(a.mean, first), next_rstd = statistic(a.rstd, first);
 
   int stage = 0, parity = 0;
-  for (int64_t row = first; row >= 0; row -= stride) {
+  // All groups go round as often, as if they had rows before the first: racecheck takes it for a race where some pass
+  // more barriers than others.
+  for (int64_t row = first; row + group >= 0; row -= stride) {
+    const auto here = [&](int k) { return row >= 0 && column(k) < a.cols; };
     const float mean = next_mean, rstd = next_rstd;
     next_mean = statistic(a.mean, row - stride);
     next_rstd = statistic(a.rstd, row - stride);
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
     float2 sums = {0.f, 0.f};  // of wdy and wdy * xhat
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (column(k) >= a.cols) continue;
+      if (!here(k)) continue;
       const Vec8<T> x = read(stage, 0, k), dy = read(stage, 1, k);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
     const float of_wdy = a.mean ? sums.x * per_column : 0.f, of_product = sums.y * per_column;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (column(k) >= a.cols) continue;
+      if (!here(k)) continue;
       const Vec8<T> x = read(stage, 0, k), dy = read(stage, 1, k);
       float dx[8];
 #pragma unroll

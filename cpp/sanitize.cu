@@ -1,0 +1,268 @@
+// Every CUDA kernel of the library, called by its handler without XLA, for compute-sanitizer: under it XLA itself takes
+// minutes, and these seconds. What the kernels compute is checked by the tests; here only how they touch memory.
+//
+//   benchmarks/gpu.sh OUT sanitize
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <vector>
+
+#include "core/cublaslt.h"
+#include "core/tile.cuh"
+#include "ops/activation.h"
+#include "ops/gemm.h"
+#include "ops/layernorm.h"
+#include "ops/quantize.h"
+#include "ops/rope.h"
+#include "ops/softmax.h"
+#include "ops/state.h"
+
+namespace te {
+
+struct GemmAttributes {
+  int64_t k_axes;
+  bool split_accumulator;
+  Buffers buffers;
+};
+
+ffi::Error Quantize(cudaStream_t, In, In, Out, Out, Out, Out, Out, Out, Out, QuantizeAttributes);
+ffi::Error QuantizeStack(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, Scaling);
+ffi::Error Measure(cudaStream_t, In, In, In, Out, Out);
+ffi::Error Dequantize(cudaStream_t, In, In, Out);
+ffi::Error ActivationFwd(cudaStream_t, In, In, In, Out, Out, Out, Out, Out, ActivationAttributes);
+ffi::Error ActivationBwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, ActivationAttributes);
+ffi::Error LayerNormFwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, NormFwdAttributes);
+ffi::Error RmsNormFwd(cudaStream_t, In, In, In, Out, Out, Out, Out, Out, Out, NormFwdAttributes);
+ffi::Error LayerNormBwd(cudaStream_t, In, In, In, In, In, In, Out, Out, Out, Out, NormBwdAttributes);
+ffi::Error RmsNormBwd(cudaStream_t, In, In, In, In, In, Out, Out, Out, NormBwdAttributes);
+ffi::Error RopeRotate(cudaStream_t, In, In, In, Out, RopeAttributes);
+ffi::Error SoftmaxFwd(cudaStream_t, In, In, In, Out, Out, SoftmaxAttributes);
+ffi::Error SoftmaxBwd(cudaStream_t, In, In, Out, Out, SoftmaxAttributes);
+ffi::Error UpdateState(cudaStream_t, In, In, In, In, In, In, Out, Out, Out, StateAttributes);
+ffi::Error Gemm(cudaStream_t, In, In, In, In, In, In, In, Out, Out, Out, GemmAttributes);
+
+namespace {
+
+constexpr DType kF32 = DType::F32, kBf16 = DType::BF16, kE4M3 = DType::F8E4M3FN, kE5M2 = DType::F8E5M2;
+constexpr int64_t kBins = 512, kHistoryLength = 16;
+
+void must(bool worked, const char* what, const std::string& why) {
+  if (worked) return;
+  std::printf("%s: %s\n", what, why.c_str());
+  std::exit(1);
+}
+void must(cudaError_t error, const char* what) { must(error == cudaSuccess, what, cudaGetErrorString(error)); }
+
+// Numbers about 1 of either sign; as integers, truths and FP8 codes what their bits are.
+__global__ void fill(uint8_t* data, DType dtype, int64_t size) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= size) return;
+  const uint32_t hash = static_cast<uint32_t>(i + 1) * 2654435761u, sign = hash & 0x80000000u;
+  if (dtype == DType::F32) {
+    reinterpret_cast<uint32_t*>(data)[i] = sign | 0x3f000000u | (hash >> 9 & 0xffffffu);
+  } else if (dtype == DType::BF16) {
+    reinterpret_cast<uint16_t*>(data)[i] = static_cast<uint16_t>((sign | 0x3f000000u | (hash >> 9 & 0xffffffu)) >> 16);
+  } else if (dtype == DType::S32) {
+    reinterpret_cast<int32_t*>(data)[i] = static_cast<int32_t>(i);
+  } else {
+    data[i] = static_cast<uint8_t>(dtype == DType::PRED ? hash >> 31 : hash >> 24 & 0xbf);
+  }
+}
+
+// Buffers of one call, each an allocation of its own: an access past its end is seen.
+class Memory {
+ public:
+  using Dims = std::vector<int64_t>;
+
+  ~Memory() {
+    for (const XLA_FFI_Buffer& buffer : buffers_) cudaFree(buffer.data);
+  }
+  In in(DType dtype, Dims dims) { return ffi::AnyBuffer(&make(dtype, std::move(dims))); }
+  Out out(DType dtype, Dims dims) { return Out(in(dtype, std::move(dims))); }
+  In none() { return in(kF32, {0}); }
+  Out nothing() { return out(kF32, {0}); }
+  Out scalar() { return out(kF32, {}); }
+  Out bytes(int64_t size) { return out(DType::U8, {size}); }
+  In state() { return in(kF32, {kHistory + kHistoryLength}); }
+
+ private:
+  XLA_FFI_Buffer& make(DType dtype, Dims dims) {
+    int64_t size = 1;
+    for (const int64_t n : dims) size *= n;
+    const int64_t width = dtype == DType::F32 || dtype == DType::S32 ? 4 : dtype == DType::BF16 ? 2 : 1;
+    void* data = nullptr;
+    must(cudaMalloc(&data, static_cast<size_t>(std::max<int64_t>(size * width, 1))), "memory");
+    if (size) {
+      fill<<<static_cast<unsigned>((size + 255) / 256), 256>>>(static_cast<uint8_t*>(data), dtype, size);
+    }
+    XLA_FFI_Buffer buffer = {};
+    buffer.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    buffer.dtype = static_cast<XLA_FFI_DataType>(dtype);
+    buffer.data = data;
+    dims_.push_back(std::move(dims));
+    buffer.rank = static_cast<int64_t>(dims_.back().size());
+    buffer.dims = dims_.back().data();
+    buffers_.push_back(buffer);
+    return buffers_.back();
+  }
+  std::deque<XLA_FFI_Buffer> buffers_;
+  std::deque<Dims> dims_;
+};
+
+int calls = 0;
+
+void check(const char* what, const ffi::Error& error) {
+  must(error.success(), what, error.message());
+  must(cudaDeviceSynchronize(), what);
+  ++calls;
+}
+
+// The ways in which a kernel that casts may be asked for its scale and its maximum.
+struct Way {
+  const char* scale_from;
+  bool report;
+  Scaling scaling() const { return {scale_from, 0.f, false, 1.f, false}; }
+  In scale(Memory& m) const { return scale_from == std::string_view("state") ? m.state() : m.in(kF32, {}); }
+  Out amax(Memory& m) const { return report ? m.nothing() : m.scalar(); }
+  Out reported(Memory& m) const { return report ? m.out(kF32, {kBins}) : m.nothing(); }
+};
+constexpr Way kWays[] = {{"scale", false}, {"amax", true}, {"state", true}};
+
+void casts(int64_t rows, int64_t cols, DType dtype) {
+  for (const Way& way : kWays) {
+    Memory m;
+    check("quantize", Quantize(nullptr, m.in(dtype, {rows, cols}), way.scale(m), m.out(kE4M3, {rows, cols}),
+                               m.out(kE4M3, {cols, rows}), way.amax(m), m.out(kF32, {cols}), way.reported(m),
+                               m.scalar(), m.bytes(tile_partials(rows, cols)), {way.scaling(), 1}));
+    if (cols % 8) continue;
+    const In x = m.in(dtype, {rows, cols});
+    check("quantize_stack", QuantizeStack(nullptr, x, x, x, way.scale(m), m.out(kE5M2, {rows, 3, cols}),
+                                          m.out(kE5M2, {3, cols, rows}), way.amax(m), m.out(kF32, {3, cols}),
+                                          way.reported(m), m.scalar(), m.bytes(3 * tile_partials(rows, cols)),
+                                          way.scaling()));
+  }
+  Memory m;
+  const In x = m.in(dtype, {rows, cols});
+  check("measure", Measure(nullptr, x, x, m.none(), m.scalar(), m.nothing()));
+  check("measure", Measure(nullptr, x, m.none(), m.none(), m.nothing(), m.out(kF32, {kBins})));
+  check("dequantize", Dequantize(nullptr, m.in(kE5M2, {rows, cols}), m.in(kF32, {}), m.out(dtype, {rows, cols})));
+}
+
+void activations(int64_t rows, int64_t cols, DType dtype) {
+  for (const char* name : {"gelu", "silu_linear", "relu", "clamped_silu_clamped_linear"}) {
+    const int64_t inputs = parse_activation(name)->inputs();
+    const auto attributes = [&](const Way& way) {
+      return ActivationAttributes{way.scaling(), name, 7.f, 1.702f, 1.f};
+    };
+    for (const Way& way : kWays) {
+      Memory m;
+      const In z = m.in(dtype, {rows, inputs, cols});
+      check("activation_fwd",
+            ActivationFwd(nullptr, z, way.scale(m), m.none(), m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
+                          way.amax(m), way.reported(m), m.scalar(), attributes(way)));
+      check("activation_bwd",
+            ActivationBwd(nullptr, m.in(dtype, {rows, cols}), z, way.scale(m), m.none(),
+                          m.out(kE5M2, {rows, inputs, cols}), m.out(kE5M2, {inputs, cols, rows}), way.amax(m),
+                          m.out(kF32, {inputs, cols}), way.reported(m), m.scalar(),
+                          m.bytes(tile_partials(rows, inputs * cols)), attributes(way)));
+    }
+    // In high precision with a bias; then only measured.
+    Memory m;
+    const In z = m.in(dtype, {rows, inputs, cols}), dy = m.in(dtype, {rows, cols}), bias = m.in(kF32, {inputs, cols});
+    check("activation_fwd", ActivationFwd(nullptr, z, m.none(), bias, m.out(dtype, {rows, cols}), m.nothing(),
+                                          m.nothing(), m.nothing(), m.nothing(), attributes(kWays[0])));
+    check("activation_bwd",
+          ActivationBwd(nullptr, dy, z, m.none(), bias, m.out(dtype, {rows, inputs, cols}), m.nothing(), m.nothing(),
+                        m.out(kF32, {inputs, cols}), m.nothing(), m.nothing(),
+                        m.bytes(tile_partials(rows, inputs * cols)), attributes(kWays[0])));
+    check("activation_fwd", ActivationFwd(nullptr, z, m.none(), m.none(), m.nothing(), m.nothing(), m.scalar(),
+                                          m.nothing(), m.nothing(), attributes(kWays[0])));
+    check("activation_bwd",
+          ActivationBwd(nullptr, dy, z, m.none(), m.none(), m.nothing(), m.nothing(), m.scalar(), m.nothing(),
+                        m.nothing(), m.nothing(), m.bytes(0), attributes(kWays[0])));
+  }
+}
+
+void norms(int64_t rows, int64_t cols, DType dtype) {
+  for (const Way& way : kWays) {
+    Memory m;
+    const In x = m.in(dtype, {rows, cols}), gamma = m.in(kF32, {cols});
+    const NormFwdAttributes attributes{way.scaling(), 1e-6f, false};
+    check("layernorm_fwd",
+          LayerNormFwd(nullptr, x, gamma, gamma, way.scale(m), m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
+                       m.out(kF32, {rows}), m.out(kF32, {rows}), way.amax(m), way.reported(m), m.scalar(), attributes));
+    check("rmsnorm_fwd", RmsNormFwd(nullptr, x, gamma, way.scale(m), m.out(kE4M3, {rows, cols}),
+                                    m.out(kE4M3, {cols, rows}), m.out(kF32, {rows}), way.amax(m), way.reported(m),
+                                    m.scalar(), attributes));
+  }
+  Memory m;
+  const In x = m.in(dtype, {rows, cols}), gamma = m.in(kF32, {cols}), of_rows = m.in(kF32, {rows});
+  const NormFwdAttributes attributes{kWays[0].scaling(), 1e-6f, false};
+  const auto vector = [&] { return m.out(kF32, {cols}); };
+  check("layernorm_fwd",
+        LayerNormFwd(nullptr, x, gamma, gamma, m.none(), m.out(dtype, {rows, cols}), m.nothing(), m.out(kF32, {rows}),
+                     m.out(kF32, {rows}), m.nothing(), m.nothing(), m.nothing(), attributes));
+  check("rmsnorm_fwd", RmsNormFwd(nullptr, x, gamma, m.none(), m.nothing(), m.nothing(), m.out(kF32, {rows}),
+                                  m.scalar(), m.nothing(), m.nothing(), attributes));
+  const int64_t scratch = 8 * cols * std::min<int64_t>(rows, 256);  // `_scratch` in ops/layernorm.py
+  check("layernorm_bwd", LayerNormBwd(nullptr, x, x, gamma, of_rows, of_rows, x, m.out(dtype, {rows, cols}), vector(),
+                                      vector(), m.bytes(scratch), {true}));
+  check("rmsnorm_bwd", RmsNormBwd(nullptr, x, x, gamma, of_rows, m.none(), m.out(dtype, {rows, cols}), vector(),
+                                  m.bytes(scratch), {false}));
+}
+
+void others(int64_t tokens, int64_t features, DType dtype) {
+  Memory m;
+  const In x = m.in(dtype, {tokens, 3, features}), mask = m.in(DType::PRED, {tokens, features});
+  for (const char* group : {"consecutive", "alternate"}) {
+    check("rope_rotate", RopeRotate(nullptr, x, m.in(kF32, {features / 4}), m.in(DType::S32, {tokens}),
+                                    m.out(dtype, {tokens, 3, features}), {group, true}));
+  }
+  const In scores = m.in(dtype, {2, 3, tokens, features}), offset = m.in(kF32, {2, 3});
+  const Out rest = m.out(kF32, {2, 3, tokens});
+  check("softmax_fwd", SoftmaxFwd(nullptr, scores, m.in(DType::PRED, {2, tokens, features}), offset,
+                                  m.out(dtype, {2, 3, tokens, features}), rest, {0.5f, true}));
+  check("softmax_bwd",
+        SoftmaxBwd(nullptr, scores, scores, m.out(dtype, {2, 3, tokens, features}), rest, {0.5f, false}));
+}
+
+void states(int64_t rows) {
+  Memory m;
+  const auto reports = [&] { return m.in(kF32, {rows, kBins}); };
+  const auto state = [&] { return m.in(kF32, {rows, kHistory + kHistoryLength}); };
+  const auto next = [&] { return m.out(kF32, {rows, kHistory + kHistoryLength}); };
+  check("update_state", UpdateState(nullptr, reports(), state(), reports(), state(), m.none(), m.none(), next(), next(),
+                                    m.nothing(), {448.f, 448.f, 57344.f, 1.f, false}));
+}
+
+// Products of which cuBLASLt does a part: the kernels around it.
+void products() {
+  Memory m;
+  const int64_t rows = 40, cols = 36, k = 20;
+  check("gemm", Gemm(nullptr, m.in(kE5M2, {rows, k}), m.in(kE5M2, {cols, k}), m.in(kF32, {}), m.in(kF32, {}),
+                     m.in(kF32, {cols}), m.in(kBf16, {rows, cols}), m.in(kF32, {}), m.out(kE4M3, {rows, cols}),
+                     m.scalar(), m.bytes(kCublasLtScratch + (1 << 20)), {1, true, {}}));
+  check("gemm", Gemm(nullptr, m.in(kE4M3, {64, 64}), m.in(kE4M3, {64, 64}), m.in(kF32, {}), m.in(kF32, {}),
+                     m.in(kF32, {64}), m.none(), m.none(), m.out(kBf16, {64, 64}), m.nothing(),
+                     m.bytes(kCublasLtScratch + (1 << 20)), {1, false, {}}));
+}
+
+}  // namespace
+}  // namespace te
+
+// An argument, whatever it is: in one dtype, and one row is left out, for racecheck, which is slow.
+int main(int count, char**) {
+  using namespace te;
+  const bool all = count < 2;
+  for (const DType dtype : all ? std::vector<DType>{kBf16, kF32} : std::vector<DType>{kBf16}) {
+    for (const int64_t rows : all ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{130}) {
+      for (const int64_t cols : {40, 257, 1024}) casts(rows, cols, dtype), activations(rows, cols, dtype);
+      for (const int64_t cols : {40, 257, 1024, 4096, 16384}) norms(rows, cols, dtype);
+      for (const int64_t features : {24, 130}) others(rows, features, dtype);
+      std::printf("%d calls\n", calls), std::fflush(stdout);
+    }
+  }
+  states(1), states(5);
+  products();
+  std::printf("%d calls\n", calls);
+}
