@@ -136,10 +136,10 @@ void casts(int64_t rows, int64_t cols, DType dtype) {
                                m.scalar(), m.bytes(tile_partials(rows, cols)), {way.scaling(), 1}));
     if (cols % 8) continue;
     const In x = m.in(dtype, {rows, cols});
-    check("quantize_stack", QuantizeStack(nullptr, x, x, x, way.scale(m), m.out(kE5M2, {rows, 3, cols}),
-                                          m.out(kE5M2, {3, cols, rows}), way.amax(m), m.out(kF32, {3, cols}),
-                                          way.reported(m), m.scalar(), m.bytes(3 * tile_partials(rows, cols)),
-                                          way.scaling()));
+    check("quantize_stack",
+          QuantizeStack(nullptr, x, x, x, way.scale(m), m.out(kE5M2, {rows, 3, cols}), m.out(kE5M2, {3, cols, rows}),
+                        way.amax(m), m.out(kF32, {3, cols}), way.reported(m), m.scalar(),
+                        m.bytes(3 * tile_partials(rows, cols)), way.scaling()));
   }
   Memory m;
   const In x = m.in(dtype, {rows, cols});
@@ -151,20 +151,17 @@ void casts(int64_t rows, int64_t cols, DType dtype) {
 void activations(int64_t rows, int64_t cols, DType dtype) {
   for (const char* name : {"gelu", "silu_linear", "relu", "clamped_silu_clamped_linear"}) {
     const int64_t inputs = parse_activation(name)->inputs();
-    const auto attributes = [&](const Way& way) {
-      return ActivationAttributes{way.scaling(), name, 7.f, 1.702f, 1.f};
-    };
+    const auto attributes = [&](const Way& way) { return ActivationAttributes{way.scaling(), name, 7.f, 1.702f, 1.f}; };
     for (const Way& way : kWays) {
       Memory m;
       const In z = m.in(dtype, {rows, inputs, cols});
       check("activation_fwd",
             ActivationFwd(nullptr, z, way.scale(m), m.none(), m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
                           way.amax(m), way.reported(m), m.scalar(), attributes(way)));
-      check("activation_bwd",
-            ActivationBwd(nullptr, m.in(dtype, {rows, cols}), z, way.scale(m), m.none(),
-                          m.out(kE5M2, {rows, inputs, cols}), m.out(kE5M2, {inputs, cols, rows}), way.amax(m),
-                          m.out(kF32, {inputs, cols}), way.reported(m), m.scalar(),
-                          m.bytes(tile_partials(rows, inputs * cols)), attributes(way)));
+      check("activation_bwd", ActivationBwd(nullptr, m.in(dtype, {rows, cols}), z, way.scale(m), m.none(),
+                                            m.out(kE5M2, {rows, inputs, cols}), m.out(kE5M2, {inputs, cols, rows}),
+                                            way.amax(m), m.out(kF32, {inputs, cols}), way.reported(m), m.scalar(),
+                                            m.bytes(tile_partials(rows, inputs * cols)), attributes(way)));
     }
     // In high precision with a bias; then only measured.
     Memory m;
@@ -177,9 +174,8 @@ void activations(int64_t rows, int64_t cols, DType dtype) {
                         m.bytes(tile_partials(rows, inputs * cols)), attributes(kWays[0])));
     check("activation_fwd", ActivationFwd(nullptr, z, m.none(), m.none(), m.nothing(), m.nothing(), m.scalar(),
                                           m.nothing(), m.nothing(), attributes(kWays[0])));
-    check("activation_bwd",
-          ActivationBwd(nullptr, dy, z, m.none(), m.none(), m.nothing(), m.nothing(), m.scalar(), m.nothing(),
-                        m.nothing(), m.nothing(), m.bytes(0), attributes(kWays[0])));
+    check("activation_bwd", ActivationBwd(nullptr, dy, z, m.none(), m.none(), m.nothing(), m.nothing(), m.scalar(),
+                                          m.nothing(), m.nothing(), m.nothing(), m.bytes(0), attributes(kWays[0])));
   }
 }
 
@@ -191,9 +187,9 @@ void norms(int64_t rows, int64_t cols, DType dtype) {
     check("layernorm_fwd",
           LayerNormFwd(nullptr, x, gamma, gamma, way.scale(m), m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
                        m.out(kF32, {rows}), m.out(kF32, {rows}), way.amax(m), way.reported(m), m.scalar(), attributes));
-    check("rmsnorm_fwd", RmsNormFwd(nullptr, x, gamma, way.scale(m), m.out(kE4M3, {rows, cols}),
-                                    m.out(kE4M3, {cols, rows}), m.out(kF32, {rows}), way.amax(m), way.reported(m),
-                                    m.scalar(), attributes));
+    check("rmsnorm_fwd",
+          RmsNormFwd(nullptr, x, gamma, way.scale(m), m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
+                     m.out(kF32, {rows}), way.amax(m), way.reported(m), m.scalar(), attributes));
   }
   Memory m;
   const In x = m.in(dtype, {rows, cols}), gamma = m.in(kF32, {cols}), of_rows = m.in(kF32, {rows});

@@ -181,7 +181,7 @@ def kernel(
       rule: the axes of operands and results, see the module's docstring.
       whole: letters of axes that must not be sharded; or a function of the attributes that says so.
       reduce: result name -> "max", "sum" or "same" (on every shard), how shards of a result that lost a sharded axis
-        are combined.
+        are combined; or (another result, a function): that is asked for in its place, combined, and made into it.
       once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
       by_shard: seed -> buffer. A seed is an operand, a vector of integers, to whose first entry each shard adds its
         number, so that no two draw the same. The buffer's sharding alone says how the call is sharded: as a result of
@@ -364,7 +364,7 @@ def _abstract_eval(*present, call: _Call):
 kernel_p.def_abstract_eval(_abstract_eval)
 
 
-def _run(call: _Call, platform: str, *present) -> tuple:
+def _run(platform: str, call: _Call, *present) -> tuple:
     if call.reference or platform not in call.kernel.platforms:
         return tuple(r for r in call.run_reference(*present) if r is not None)
     return _ffi_call(call, platform, *present)
@@ -379,7 +379,7 @@ def _lower(ctx, *operands, call: _Call, platform: str):
 
     # The handlers see plain local buffers, whatever manual axes they vary over.
     plain = [[jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
-    run = custom_partitioning(functools.partial(_run, call, platform))
+    run = custom_partitioning(functools.partial(_run, platform, call))
     run.def_partition(
         partition=functools.partial(_partition, call, platform),
         sharding_rule=lambda mesh, operand_types, result_types: partition.sharding_rule(call, plain[0]),
@@ -390,11 +390,11 @@ def _lower(ctx, *operands, call: _Call, platform: str):
 
 def _partition(call: _Call, platform: str, mesh, operands, results):
     """custom_partitioning's callback, for meshes whose axes the compiler shards over."""
-    run = functools.partial(_run, call, platform)
+    run = functools.partial(_run, platform)
     if mesh.empty:  # several devices, but no mesh whose axes could be named: every device computes it all
         given = operands[0].sharding
         same = type(given).get_replicated(given._device_assignment)
-        return mesh, run, tuple(same for _ in results), tuple(same for _ in operands)
+        return mesh, functools.partial(run, call), tuple(same for _ in results), tuple(same for _ in operands)
     plan = partition.plan(call, run, operands, *[[x.sharding.spec for x in side] for side in (operands, results)])
     shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (plan.results, plan.operands)]
     return mesh, plan.local, *shardings
@@ -402,7 +402,7 @@ def _partition(call: _Call, platform: str, mesh, operands, results):
 
 def _on_explicit_axes(call: _Call, platform: str, mesh, avals) -> Callable:
     """The call where shardings are part of the types: they are known, so the plan is simply carried out."""
-    local = functools.partial(_run, call, platform)
+    local = functools.partial(_run, platform)
     plan = partition.plan(call, local, avals, [a.sharding.spec for a in avals])
 
     def run(*present):

@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 def plan(call: _Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Plan:
     """The shardings that the rule allows, nearest to the operands' own, and the collectives it implies.
 
-    run: the call on one device's buffers. specs: of the operands, and of the results where they are known.
+    run: a call on one device's buffers. specs: of the operands, and of the results where they are known.
     """
     axes = call.axes(operands)
     assigned = assign(call, axes, *specs)
@@ -73,6 +73,11 @@ def plan(call: _Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Pl
     lost = {r: [a for n, axs in assigned.items() if n not in kept for a in axs] for r, kept in results}
     summed = [a for r, op in call.kernel.reduce.items() if op == "sum" for a in lost.get(r, ())]
     sharded = sorted(a for axs in assigned.values() for a in axs)
+    # What shards give in the place of a result that can't be combined, and what makes that of it.
+    instead = {r: how for r, how in call.kernel.reduce.items() if lost.get(r) and not isinstance(how, str)}
+    attributes = dict(call.attributes) | {r: False for r in instead} | {by: True for by, _ in instead.values()}
+    given = [instead[r][0] if r in instead else r for r, _ in results]
+    order = [r for r in call.kernel.result_names if r in given]
 
     def local(*args):
         args = list(args)
@@ -82,8 +87,9 @@ def plan(call: _Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Pl
                 args[i] = jnp.where(first, args[i], jnp.zeros_like(args[i]))
             if name in call.kernel.by_shard and sharded:
                 args[i] = args[i].at[0].add(jax.lax.axis_index(tuple(sharded)).astype(args[i].dtype))
-        out = run(*args)
-        return tuple(_combine(call, r, x, lost[r]) for (r, _), x in zip(results, out))
+        of_shard = dict(zip(order, run(call._replace(attributes=tuple(attributes.items())), *args)))
+        out = [_combine(call, name, of_shard[name], lost[r]) for name, (r, _) in zip(given, results)]
+        return tuple(instead[r][1](x) if r in instead else x for x, (r, _) in zip(out, results))
 
     operand_specs = tuple(spec_of(n, assigned) for n in axes.operands if n is not None)
     return Plan(operand_specs, tuple(spec_of(n, assigned) for _, n in results), local)

@@ -1,6 +1,6 @@
-#include "core/cuda_graph.h"
-
 #include <vector>
+
+#include "core/cuda_graph.h"
 
 namespace te {
 namespace {
@@ -79,7 +79,8 @@ class Captured {
   // The memset nodes that may become kernels.
   cudaError_t memsets(Nodes& found) const {
     Nodes all;
-    TE_TRY(nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return cudaGraphGetNodes(graph, nodes, count); }, all));
+    TE_TRY(
+        nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return cudaGraphGetNodes(graph, nodes, count); }, all));
     for (const cudaGraphNode_t node : all) {
       cudaGraphNodeType type;
       TE_TRY(cudaGraphNodeGetType(node, &type));

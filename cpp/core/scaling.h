@@ -95,7 +95,7 @@ TE_EVERYWHERE float current_scale(float amax, const CurrentScaleAttributes& a) {
 // Where its scale comes from; Scaling in ops/state.py.
 struct Scaling {
   std::string_view scale_from;  // what the operand `scale` holds: "scale" f32[]; "amax" f32[]; or "state" f32[2 + H]
-  float amax_epsilon;       // amax: as current_scale
+  float amax_epsilon;           // amax: as current_scale
   bool power_of_2;
   float two_to_margin;  // state: as ScaleSource has it
   bool most_recent;
@@ -146,7 +146,9 @@ struct ScaleSource {
 
   ScaleSource() = default;
   ScaleSource(const Casting& c, DType dtype)
-      : kind(c.scaling.scale_from == "amax" ? kAmax : c.scaling.scale_from == "state" ? kState : kGiven),
+      : kind(c.scaling.scale_from == "amax"    ? kAmax
+             : c.scaling.scale_from == "state" ? kState
+                                               : kGiven),
         data(data_or_null<float>(c.scale)),
         inverse(data_or_null<float>(c.scale_inv)),
         length(kind == kState ? static_cast<int64_t>(c.scale.element_count()) - kHistory : 0),
@@ -164,7 +166,8 @@ struct ScaleSource {
 #ifdef __CUDA_ARCH__
 #pragma unroll 1
 #endif
-      for (int64_t i = 0; i < length; ++i) window = larger(window, in_window(data + kHistory, i, length, n, most_recent));
+      for (int64_t i = 0; i < length; ++i)
+        window = larger(window, in_window(data + kHistory, i, length, n, most_recent));
     }
     return mended_scale(data[kScale], n, window, current.fp8_max, two_to_margin);
   }
@@ -176,6 +179,6 @@ struct ScaleSource {
 }  // namespace te
 
 // The members of Scaling, first among those of an op's attributes.
-#define TE_SCALING                                                                                        \
+#define TE_SCALING                                                                                               \
   TE_ATTRIBUTE(std::string_view, scale_from), TE_ATTRIBUTE(float, amax_epsilon), TE_ATTRIBUTE(bool, power_of_2), \
       TE_ATTRIBUTE(float, two_to_margin), TE_ATTRIBUTE(bool, most_recent)

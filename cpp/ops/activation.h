@@ -230,8 +230,8 @@ inline Check check_activation_fwd(const In& z, const Casting& casting, const In&
   return check_result(check, casting, "y", y, "y_t", y_t, m.rows, matrix(z, 1).cols, /*optional_y=*/true);
 }
 
-inline Check check_activation_bwd(const In& dy, const In& z, const Casting& casting, const In& bias, Out& dz,
-                                  Out& dz_t, Out& dbias, const ActivationAttributes& attributes) {
+inline Check check_activation_bwd(const In& dy, const In& z, const Casting& casting, const In& bias, Out& dz, Out& dz_t,
+                                  Out& dbias, const ActivationAttributes& attributes) {
   Check check = check_activation_input("te_activation_bwd", z, casting.scale, bias, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);

@@ -82,8 +82,8 @@ std::vector<float> parameter(const In& values, bool zero_centered = false) {
 }
 
 template <bool kCentred>
-ffi::Error forward(ffi::ThreadPool& pool, const In& x, const In& gamma, const float* beta, const Casting& casting, Out& y,
-                   Out& y_t, float* mean, float* rstd, const NormFwdAttributes& attributes) {
+ffi::Error forward(ffi::ThreadPool& pool, const In& x, const In& gamma, const float* beta, const Casting& casting,
+                   Out& y, Out& y_t, float* mean, float* rstd, const NormFwdAttributes& attributes) {
   const FloatRows input(x, 1);
   const RowsResult result = rows_result(result_matrix(y, input.rows(), input.cols()), casting, y_t);
   const std::vector<float> g = parameter(gamma, attributes.zero_centered_gamma);
@@ -130,8 +130,8 @@ ffi::Error LayerNormFwd(ffi::ThreadPool pool, In x, In gamma, In beta, In scale,
                        rstd->typed_data<float>(), attributes);
 }
 
-ffi::Error RmsNormFwd(ffi::ThreadPool pool, In x, In gamma, In scale, Out y, Out y_t, Out rstd, Out amax,
-                      Out report, Out scale_inv, NormFwdAttributes attributes) {
+ffi::Error RmsNormFwd(ffi::ThreadPool pool, In x, In gamma, In scale, Out y, Out y_t, Out rstd, Out amax, Out report,
+                      Out scale_inv, NormFwdAttributes attributes) {
   const Casting casting{scale, amax, report, scale_inv, attributes};
   const Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstd);
   if (check.failed()) return check.error();

@@ -425,8 +425,8 @@ ffi::Error LayerNormFwd(cudaStream_t stream, In x, In gamma, In beta, In scale, 
   return run_norm_fwd(stream, x, gamma, &beta, casting, y, y_t, mean->typed_data<float>(), rstd, attributes);
 }
 
-ffi::Error RmsNormFwd(cudaStream_t stream, In x, In gamma, In scale, Out y, Out y_t, Out rstd, Out amax,
-                      Out report, Out scale_inv, NormFwdAttributes attributes) {
+ffi::Error RmsNormFwd(cudaStream_t stream, In x, In gamma, In scale, Out y, Out y_t, Out rstd, Out amax, Out report,
+                      Out scale_inv, NormFwdAttributes attributes) {
   const Casting casting{scale, amax, report, scale_inv, attributes};
   const Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstd);
   if (check.failed()) return check.error();

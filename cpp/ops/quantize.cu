@@ -176,7 +176,8 @@ ffi::Error Measure(cudaStream_t stream, In x0, In x1, In x2, Out amax, Out repor
       vector = vector && aligned(x.untyped_data());
       parts.part[count++] = static_cast<const T*>(x.untyped_data());
     }
-    const int64_t chunks = count * parts.chunks, blocks = std::min<int64_t>(chunks, 8 * current_device().multiprocessors);
+    const int64_t chunks = count * parts.chunks,
+                  blocks = std::min<int64_t>(chunks, 8 * current_device().multiprocessors);
     TE_CUDA_CHECK(prepare_amax(stream, blocks, &target));
     TE_CUDA_CHECK(launch({blocks, kFlatThreads}, stream, amax_flat<T>, parts, chunks, vector, target));
     TE_CUDA_CHECK(finish_amax(stream, target));

@@ -1,8 +1,10 @@
-// te_measure, te_quantize, te_quantize_stack, te_dequantize: what the CPU and the CUDA handlers of these targets agree on.
+// te_measure, te_quantize, te_quantize_stack, te_dequantize: what the CPU and the CUDA handlers of these targets agree
+// on.
 //
 //   te_quantize: x[rows, cols], scale (absent: 1) -> q[rows, cols]?, q_t[cols, rows]?, amax f32[]?, colsum f32[cols]?,
 //                report f32[bins]?, scale_inv f32[]?
-//   te_quantize_stack: x0[rows, cols], x1, x2?, scale -> as te_quantize of their stack [rows, P, cols]: q[rows, P, cols],
+//   te_quantize_stack: x0[rows, cols], x1, x2?, scale -> as te_quantize of their stack [rows, P, cols]: q[rows, P,
+//   cols],
 //                q_t[P, cols, rows], .., colsum f32[P, cols]; cols is a multiple of 8
 //   te_measure: x0, x1?, x2? of one size -> amax f32[]?, report f32[bins]? of them together; NaN where one holds a NaN
 //   te_dequantize: q, scale_inv f32[] -> x
@@ -40,8 +42,8 @@ inline Check check_measure(const In& x0, const In& x1, const In& x2, Out& amax, 
 
 inline int64_t parts_of(const In& x2) { return absent(x2) ? 2 : 3; }
 
-inline Check check_quantize_stack(const In& x0, const In& x1, const In& x2, const Casting& casting, Out& q,
-                                  Out& q_t, Out& colsum) {
+inline Check check_quantize_stack(const In& x0, const In& x1, const In& x2, const Casting& casting, Out& q, Out& q_t,
+                                  Out& colsum) {
   Check check("te_quantize_stack");
   casting.check(check.high_precision("x0", x0).axes("x0", x0, 1));
   if (check.failed()) return check;

@@ -1,5 +1,5 @@
-// te_update_state: the arithmetic of core/scaling.h for the states of one GEMM, up to three. Any leading axes are so many
-// states.
+// te_update_state: the arithmetic of core/scaling.h for the states of one GEMM, up to three. Any leading axes are so
+// many states.
 //
 //   for each: reports f32[.., bins], state f32[.., 2 + H] -> state f32[.., 2 + H]
 //

@@ -292,6 +292,28 @@ def test_in_a_manual_shard_map(name, check_vma):
     testing.assert_same_bytes(got[2], jax.device_get(expected[2]))
 
 
+@pytest.mark.parametrize("how", ["auto", "explicit", "manual"])
+def test_a_nan_on_one_shard_is_one_of_the_tensor(how):
+    """It keeps its scale, and no shard's own amax enters the history."""
+    (x, kernel, bias, dy), k_axes = inputs("batch")
+    x = jnp.asarray(x).at[0].set(jnp.nan)
+    run = partial(step, k_axes=k_axes, rec=DELAYED)
+    expected = jax.device_get(run(x, kernel, bias, dy, emulated.states())[2])
+    assert not expected.x.amax_history.any() and expected.grad.amax_history.any()
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=how == "explicit")
+    specs = (P("data"), P(), P(), P("data"), jax.tree.map(lambda _: P(), emulated.states()))
+    if how == "manual":
+        run = jax.shard_map(
+            lambda *args: step(*args, k_axes=k_axes, rec=DELAYED, context=(("amax_axes", ("data",)),))[2],
+            mesh=mesh, in_specs=specs, out_specs=P(),
+        )  # fmt: skip
+        got = jax.jit(run)(x, kernel, bias, dy, emulated.states())
+    else:
+        with testing.on_mesh(mesh):
+            got = run(*testing.shard(mesh, [x, kernel, bias, dy, emulated.states()], list(specs)))[2]
+    testing.assert_same_bytes(jax.device_get(got), expected)
+
+
 def test_amax_axes_that_do_not_exist_are_named():
     (x, kernel, bias, dy), k_axes = inputs("batch")
     with pytest.raises(ValueError, match=r"amax_axes=\('tokens',\) must name mesh axes"):

@@ -38,8 +38,8 @@ class Saved(NamedTuple):
 
     x_t: QuantizedTensor  # [k.., m..]
     kernel: QuantizedTensor  # [k.., n..]
-    x_report: jax.Array | None  # f32[bins]
-    kernel_report: jax.Array | None  # f32[bins]
+    x_amax: jax.Array | None  # as Cast.amax
+    kernel_amax: jax.Array | None
     main_grad: jax.Array | None  # f32[k.., n..] what the gradient of the kernel is added to
     quantizers: GemmQuantizers
 
@@ -87,9 +87,9 @@ def dense_forward(
 
 def save(static: Dense, cast_x: Cast, cast_kernel: Cast, main_grad, quantizers: GemmQuantizers) -> Saved:
     """What a product's backward needs, under the names that checkpoint policies know."""
-    x_t, x_report = named(quantizers.x, (cast_x.q_t, cast_x.report))
-    kernel, kernel_report = named(quantizers.kernel, (cast_kernel.q, cast_kernel.report))
-    return Saved(x_t, kernel, x_report, kernel_report, main_grad if static.adds else None, quantizers)
+    x_t, x_amax = named(quantizers.x, (cast_x.q_t, cast_x.amax))
+    kernel, kernel_amax = named(quantizers.kernel, (cast_kernel.q, cast_kernel.amax))
+    return Saved(x_t, kernel, x_amax, kernel_amax, main_grad if static.adds else None, quantizers)
 
 
 def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None):
@@ -106,7 +106,7 @@ def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None):
     )
     dx, dkernel = all_at_once(dx, dkernel)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
-    reports = GemmQuantizers(*observe(quantizers, (saved.x_report, saved.kernel_report, cast_dy.report)))
+    reports = GemmQuantizers(*observe(quantizers, (saved.x_amax, saved.kernel_amax, cast_dy.amax)))
     return dx, (None, dbias, dkernel) if accumulates else (dkernel, dbias, None), reports
 
 

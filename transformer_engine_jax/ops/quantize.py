@@ -101,7 +101,8 @@ def _scratch(x, scale, *, colsum, k_axes, **_) -> int:
     return partial_sums(x, k_axes) if colsum else 0
 
 
-MEASURED = {"amax": "max", "report": "max", "scale_inv": "same"}  # by shards of a kernel that casts
+# What becomes of the shards' results of a kernel that casts. Reports do not say which shard saw a NaN, amaxes do.
+MEASURED = {"amax": "max", "report": ("amax", report_of), "scale_inv": "same"}
 
 
 @kernel("m* k*, h* -> m* k*, k* m*, -, k*, r, -", whole="h", reduce={**MEASURED, "colsum": "sum"}, workspace=_scratch)
@@ -157,7 +158,7 @@ class Measured(NamedTuple):
     report: jax.Array | None  # f32[bins]
 
 
-@kernel("..., ..., ... -> -, r", reduce={"amax": "max", "report": "max"})
+@kernel("..., ..., ... -> -, r", reduce={"amax": "max", "report": ("amax", report_of)})
 def measure(x0, x1=None, x2=None, *, amax=True, report=False) -> Measured:
     """max |x| of up to three arrays of one shape and dtype (f32, f16, bf16), or its report; NaN where one holds one."""
     if amax and report:
@@ -185,12 +186,12 @@ class Cast(NamedTuple):
 
     q: QuantizedTensor | None  # [m.., k..]
     q_t: QuantizedTensor | None  # [k.., m..]
-    report: jax.Array | None  # f32[bins] of its amax, where the recipe has a history
+    amax: jax.Array | None  # where the recipe has a history: its report f32[bins]; itself, f32[], in a manual shard_map
     colsum: jax.Array | None = None  # f32[k..]
 
 
 def reduce_amax(amax: jax.Array, spec: QuantizerSpec, like: jax.Array | None = None) -> jax.Array:
-    """An amax or a report over the mesh axes of a manual shard_map that the user named, and that `like` is alike on."""
+    """amax over the mesh axes of a manual shard_map that the user named, and those `like` does not vary over."""
     axes = set(spec.amax_axes)
     if like is not None:
         axes |= jax.typeof(amax).manual_axis_type.varying - jax.typeof(like).manual_axis_type.varying
@@ -215,14 +216,15 @@ class Casting(NamedTuple):
         """`amax` is called where the recipe needs the tensor's."""
         spec = quantizer.spec
         scale = quantizer.scale if spec.recipe.stateful else reduce_amax(amax(), spec)
-        wanted = {"amax": False, "report": spec.recipe.stateful, "scale_inv": True}
-        return cls(scale, {"dtype": spec.dtype, "scaling": quantizer.scaling, **wanted})
+        wanted = spec.recipe.stateful and ("amax" if jax.sharding.get_abstract_mesh().manual_axes else "report")
+        measured = {name: name == wanted for name in ("amax", "report")}
+        return cls(scale, {"dtype": spec.dtype, "scaling": quantizer.scaling, "scale_inv": True, **measured})
 
     @staticmethod
     def result(q, q_t, out, colsum=None) -> Cast:
         """A kernel's results, of which q and q_t are the cast, as QuantizedTensors."""
         tensors = [None if data is None else QuantizedTensor(data, out.scale_inv) for data in (q, q_t)]
-        return Cast(*tensors, out.report, colsum)
+        return Cast(*tensors, out.amax if out.report is None else out.report, colsum)
 
 
 def quantize_for(quantizer: Quantizer, x, *, k_axes=1, q=True, q_t=False, colsum=False) -> Cast:
@@ -248,29 +250,26 @@ def quantize_stack_for(quantizer: Quantizer, parts: Sequence[jax.Array], *, cols
     return casting.result(out.q, out.q_t, out, out.colsum)
 
 
-def observe(quantizers: Sequence[Quantizer], reports: Sequence[jax.Array | None]) -> list[Quantizer]:
-    """The cotangents of Quantizers: reports f32[bins] of what was observed, None under a recipe without history."""
+def observe(quantizers: Sequence[Quantizer], amaxes: Sequence[jax.Array | None]) -> list[Quantizer]:
+    """The cotangents of Quantizers: reports of what was observed, as Cast.amax has it."""
 
-    def cotangent(quantizer: Quantizer, report: jax.Array | None) -> Quantizer:
+    def cotangent(quantizer: Quantizer, amax: jax.Array | None) -> Quantizer:
         if quantizer.scale is None:
             return quantizer
-        report = reduce_amax(report, quantizer.spec, like=quantizer.scale)
-        return Quantizer(jnp.zeros_like(quantizer.scale), report, quantizer.spec)
+        if amax.ndim == 0:
+            amax = report_of(reduce_amax(amax, quantizer.spec, like=quantizer.scale))
+        return Quantizer(jnp.zeros_like(quantizer.scale), amax, quantizer.spec)
 
-    return [cotangent(quantizer, report) for quantizer, report in zip(quantizers, reports)]
-
-
-def _report(x) -> jax.Array:
-    return measure(x, amax=False, report=True).report
+    return [cotangent(quantizer, amax) for quantizer, amax in zip(quantizers, amaxes)]
 
 
 def _watch_forward(_, x, quantizer):
-    return x, (quantizer, _report(x))
+    return x, (quantizer, amax(x))
 
 
 def _watch_backward(_, residuals, cotangent):
-    quantizer, report = residuals
-    return cotangent, *observe([quantizer], [report])
+    quantizer, amax_of_x = residuals
+    return cotangent, *observe([quantizer], [amax_of_x])
 
 
 def _watch_gradient_forward(_, y, quantizer):
@@ -278,7 +277,7 @@ def _watch_gradient_forward(_, y, quantizer):
 
 
 def _watch_gradient_backward(_, quantizer, cotangent):
-    return cotangent, *observe([quantizer], [_report(cotangent)])
+    return cotangent, *observe([quantizer], [amax(cotangent)])
 
 
 _watch = differentiable(_watch_forward, _watch_backward)

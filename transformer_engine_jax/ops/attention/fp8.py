@@ -60,16 +60,16 @@ def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...]
         WEIGHT_SCALE, 1 / WEIGHT_SCALE, 1.0 / v_descale if is_fp8(dtype) else 1.0, q_len, k_len,
         dtype=dtype, **static.attributes,
     )  # fmt: skip
-    reports = [cast.report for cast in casts]
-    saved = stats, query, key, value, (o, v_descale), quantizers, reports, q_len, k_len
+    amaxes = [cast.amax for cast in casts]
+    saved = stats, query, key, value, (o, v_descale), quantizers, amaxes, q_len, k_len
     return _wide(o, v_descale, query.dtype).reshape(query.shape), saved
 
 
 def _backward(static: Flash, residuals, do):
-    stats, query, key, value, (o, o_descale), quantizers, reports, q_len, k_len = residuals
+    stats, query, key, value, (o, o_descale), quantizers, amaxes, q_len, k_len = residuals
     o = _wide(o, o_descale, query.dtype)
     grads = static.gradients(stats, query, key, value, o, do, None, q_len, k_len)
-    return *grads, tuple(observe(quantizers, reports)), None, None
+    return *grads, tuple(observe(quantizers, amaxes)), None, None
 
 
 _attention = differentiable(_forward, _backward)
