@@ -15,7 +15,7 @@ import numpy as np
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
 from transformer_engine_jax.ops.attention.options import Attention
-from transformer_engine_jax.ops.quantize import E4M3, Casting, amax, dequantize, is_fp8, observe, quantize
+from transformer_engine_jax.ops.quantize import E4M3, dequantize, is_fp8, observe, quantize_for
 from transformer_engine_jax.quantized import Quantizer
 
 # Below E4M3's largest, 448, and a power of two: multiplying by it is exact.
@@ -51,12 +51,11 @@ def fp8_attention(
 
 def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...], q_len, k_len):
     tensors = query, *static.repeated(key, value)  # before the cast, whose kernel is not to be sharded by parts either
-    castings = [Casting.of(quantizer, lambda x=x: amax(x)) for quantizer, x in zip(quantizers, tensors)]
-    casts = [quantize(x, casting.scale, **casting.options) for x, casting in zip(tensors, castings)]
-    q, k, v = (cast.q for cast in casts)
-    dtype, v_descale = _o_dtype(query), casts[2].scale_inv
+    casts = [quantize_for(quantizer, x) for quantizer, x in zip(quantizers, tensors)]
+    q, k, v = (cast.q.data for cast in casts)
+    dtype, v_descale = _o_dtype(query), casts[2].q.scale_inv
     o, stats = attention_fp8_fwd(
-        static.by_group(q, key), k, v, *[cast.scale_inv for cast in casts],
+        static.by_group(q, key), k, v, *[cast.q.scale_inv for cast in casts],
         WEIGHT_SCALE, 1 / WEIGHT_SCALE, 1.0 / v_descale if is_fp8(dtype) else 1.0, q_len, k_len,
         dtype=dtype, **static.attributes,
     )  # fmt: skip
