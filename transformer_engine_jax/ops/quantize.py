@@ -216,7 +216,8 @@ class Casting(NamedTuple):
         """`amax` is called where the recipe needs the tensor's."""
         spec = quantizer.spec
         scale = quantizer.scale if spec.recipe.stateful else reduce_amax(amax(), spec)
-        wanted = spec.recipe.stateful and ("amax" if jax.sharding.get_abstract_mesh().manual_axes else "report")
+        to_reduce = spec.amax_axes or jax.sharding.get_abstract_mesh().manual_axes
+        wanted = spec.recipe.stateful and ("amax" if to_reduce else "report")
         measured = {name: name == wanted for name in ("amax", "report")}
         return cls(scale, {"dtype": spec.dtype, "scaling": quantizer.scaling, "scale_inv": True, **measured})
 
