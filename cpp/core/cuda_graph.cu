@@ -14,48 +14,18 @@ __global__ void __launch_bounds__(kThreads) set_memory(unsigned char* to, unsign
   for (int i = threadIdx.x; i < bytes; i += kThreads) to[i] = static_cast<unsigned char>(value >> i % element * 8);
 }
 
-// Functions that CUDA 13 gave a parameter for the kind of an edge; all here are plain ones.
-cudaError_t before(cudaGraphNode_t node, cudaGraphNode_t* found, size_t* count) {
+// CUDA 13 gave these functions a parameter for the kinds of edges; all here are plain ones.
 #if CUDART_VERSION >= 13000
-  return cudaGraphNodeGetDependencies(node, found, nullptr, count);
+#define TE_PLAIN_EDGES nullptr,
 #else
-  return cudaGraphNodeGetDependencies(node, found, count);
+#define TE_PLAIN_EDGES
+#define cudaStreamGetCaptureInfo cudaStreamGetCaptureInfo_v2
 #endif
-}
-cudaError_t after(cudaGraphNode_t node, cudaGraphNode_t* found, size_t* count) {
-#if CUDART_VERSION >= 13000
-  return cudaGraphNodeGetDependentNodes(node, found, nullptr, count);
-#else
-  return cudaGraphNodeGetDependentNodes(node, found, count);
-#endif
-}
-cudaError_t add_edge(cudaGraph_t graph, cudaGraphNode_t from, cudaGraphNode_t to) {
-#if CUDART_VERSION >= 13000
-  return cudaGraphAddDependencies(graph, &from, &to, nullptr, 1);
-#else
-  return cudaGraphAddDependencies(graph, &from, &to, 1);
-#endif
-}
-cudaError_t frontier(cudaStream_t stream, cudaGraph_t* graph, const cudaGraphNode_t** nodes, size_t* count) {
-  cudaStreamCaptureStatus status;
-#if CUDART_VERSION >= 13000
-  return cudaStreamGetCaptureInfo(stream, &status, nullptr, graph, nodes, nullptr, count);
-#else
-  return cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, graph, nodes, count);
-#endif
-}
-cudaError_t set_frontier(cudaStream_t stream, cudaGraphNode_t node) {
-#if CUDART_VERSION >= 13000
-  return cudaStreamUpdateCaptureDependencies(stream, &node, nullptr, 1, cudaStreamSetCaptureDependencies);
-#else
-  return cudaStreamUpdateCaptureDependencies(stream, &node, 1, cudaStreamSetCaptureDependencies);
-#endif
-}
 
 #define TE_TRY(call) \
   if (const cudaError_t error = (call); error != cudaSuccess) return error
 
-// The nodes that `list` (before, after) names.
+// The nodes that `list` gives.
 template <typename List>
 cudaError_t nodes_of(List list, Nodes& nodes) {
   size_t count = 0;
@@ -95,8 +65,12 @@ class Captured {
     cudaMemsetParams p;
     Nodes earlier, later;
     TE_TRY(cudaGraphMemsetNodeGetParams(memset, &p));
-    TE_TRY(nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return before(memset, nodes, count); }, earlier));
-    TE_TRY(nodes_of([&](cudaGraphNode_t* nodes, size_t* count) { return after(memset, nodes, count); }, later));
+    TE_TRY(nodes_of([&](cudaGraphNode_t* nodes,
+                        size_t* count) { return cudaGraphNodeGetDependencies(memset, nodes, TE_PLAIN_EDGES count); },
+                    earlier));
+    TE_TRY(nodes_of([&](cudaGraphNode_t* nodes,
+                        size_t* count) { return cudaGraphNodeGetDependentNodes(memset, nodes, TE_PLAIN_EDGES count); },
+                    later));
     int element = static_cast<int>(p.elementSize), bytes = element * static_cast<int>(p.width);
     void* arguments[] = {&p.dst, &p.value, &element, &bytes};
     cudaKernelNodeParams kernel = {};
@@ -105,7 +79,7 @@ class Captured {
     kernel.kernelParams = arguments;
     cudaGraphNode_t added;
     TE_TRY(cudaGraphAddKernelNode(&added, graph, earlier.data(), earlier.size(), &kernel));
-    for (const cudaGraphNode_t node : later) TE_TRY(add_edge(graph, added, node));
+    for (const cudaGraphNode_t node : later) TE_TRY(cudaGraphAddDependencies(graph, &added, &node, TE_PLAIN_EDGES 1));
     return cudaGraphDestroyNode(memset);
   }
 
@@ -136,9 +110,9 @@ cudaError_t issue_as_kernels(cudaStream_t stream, const Issue& issue) {
   const cudaGraphNode_t* earlier;
   size_t count;
   cudaGraphNode_t added;
-  TE_TRY(frontier(stream, &whole, &earlier, &count));
+  TE_TRY(cudaStreamGetCaptureInfo(stream, &status, nullptr, &whole, &earlier, TE_PLAIN_EDGES & count));
   TE_TRY(cudaGraphAddChildGraphNode(&added, whole, earlier, count, part.graph));
-  return set_frontier(stream, added);
+  return cudaStreamUpdateCaptureDependencies(stream, &added, TE_PLAIN_EDGES 1, cudaStreamSetCaptureDependencies);
 }
 
 }  // namespace te

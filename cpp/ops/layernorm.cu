@@ -379,7 +379,10 @@ cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out)
 template <typename T>
 ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result out) {
   TE_CUDA_CHECK(prepare(stream, out.rows * out.cols, &out));
-  if (out.rows * out.cols == 0) return ffi::Error::Success();
+  if (out.rows * out.cols == 0) {
+    TE_CUDA_CHECK(finish_amax(stream, out.amax));
+    return ffi::Error::Success();
+  }
   out.vector = out.vector && aligned(a.x) && aligned(a.gamma.data) && aligned(a.beta.data);
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
   if (out.vector && current_device().architecture >= 90) {

@@ -179,6 +179,26 @@ def test_every_cast_takes_its_scale_from_amaxes_and_states(kind):
             testing.assert_same_bytes(got, expected, kind)
 
 
+def test_casts_of_nothing_report_nothing():
+    x, g = jnp.zeros((0, 64)), jnp.ones(64)
+    wanted = {"dtype": E4M3, "report": True, "scale_inv": True, "scaling": Scaling("amax")}
+    for out in on_each_platform(
+        lambda a: [
+            quantize(x, a, amax=False, **wanted),
+            quantize_stack(x, x, None, a, amax=False, **wanted),
+            layernorm_fwd(x, g, g, a, epsilon=1e-6, **wanted),
+            rmsnorm_fwd(x, g, a, epsilon=1e-6, **wanted),
+            activation_fwd(x[:, None], a, activation="gelu", **wanted),
+            activation_bwd(x, x[:, None], a, activation="gelu", **wanted),
+            measure(x, amax=False, report=True),
+        ],
+        jnp.float32(4.0),
+    ):
+        for of_kernel in out:
+            assert of_kernel.report.shape == (BINS,) and not np.asarray(of_kernel.report).any()
+        assert all(of_kernel.scale_inv == 4 / 448 for of_kernel in out[:-1])
+
+
 def test_mistakes_in_a_scale():
     x = jnp.ones((4, 16))
     for match, scale, options in (
