@@ -19,7 +19,6 @@ from transformer_engine_jax.ops.attention import Attention, dot_product_attentio
 from transformer_engine_jax.ops.attention.backends import attention_backend
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import places
-from transformer_engine_jax.quantized import QuantizerState
 from transformer_engine_jax.recipe import DelayedScaling
 
 MOST_OFF = 2e-2  # bf16 outputs and gradients, of weights that were rounded to bf16
@@ -40,8 +39,9 @@ def _ours(query, key, value):
 
 def _ours_in_fp8(query, key, value):
     """With the casts, of fixed scales, as DelayedScaling has them."""
-    state = QuantizerState.pack(jnp.float32(FP8_SCALE), jnp.zeros(16), jnp.float32(1))
-    quantizers = te.attention_quantizers(te.AttentionState(state, state, state), DelayedScaling(fp8_dpa=True))
+    one = te.QuantizerState(jnp.float32(FP8_SCALE), jnp.zeros(16))
+    state = te.AttentionState.pack(**dict.fromkeys(te.AttentionState.TENSORS, one))
+    quantizers = te.attention_quantizers(state, DelayedScaling(fp8_dpa=True))
     return dot_product_attention(query, key, value, options=_options(query), quantizers=quantizers)
 
 

@@ -38,7 +38,7 @@ ffi::Error RmsNormBwd(cudaStream_t, In, In, In, In, In, Out, Out, Out, NormBwdAt
 ffi::Error RopeRotate(cudaStream_t, In, In, In, Out, RopeAttributes);
 ffi::Error SoftmaxFwd(cudaStream_t, In, In, In, Out, Out, SoftmaxAttributes);
 ffi::Error SoftmaxBwd(cudaStream_t, In, In, Out, Out, SoftmaxAttributes);
-ffi::Error UpdateState(cudaStream_t, In, In, In, In, In, In, Out, Out, Out, StateAttributes);
+ffi::Error UpdateState(cudaStream_t, In, In, In, In, Out, StateAttributes);
 ffi::Error Gemm(cudaStream_t, In, In, In, In, In, In, In, Out, Out, Out, GemmAttributes);
 
 namespace {
@@ -83,7 +83,7 @@ class Memory {
   Out nothing() { return out(kF32, {0}); }
   Out scalar() { return out(kF32, {}); }
   Out bytes(int64_t size) { return out(DType::U8, {size}); }
-  In state() { return in(kF32, {kHistory + kHistoryLength}); }
+  In states() { return in(kF32, {3, kHistory + kHistoryLength}); }
 
  private:
   XLA_FFI_Buffer& make(DType dtype, Dims dims) {
@@ -121,12 +121,12 @@ void check(const char* what, const ffi::Error& error) {
 struct Way {
   const char* scale_from;
   bool report;
-  Scaling scaling() const { return {scale_from, 0.f, false, 1.f, false}; }
-  In scale(Memory& m) const { return scale_from == std::string_view("state") ? m.state() : m.in(kF32, {}); }
+  Scaling scaling() const { return {scale_from, 0.f, false, 1.f, false, 2}; }
+  In scale(Memory& m) const { return scale_from == std::string_view("states") ? m.states() : m.in(kF32, {}); }
   Out amax(Memory& m) const { return report ? m.nothing() : m.scalar(); }
   Out reported(Memory& m) const { return report ? m.out(kF32, {kBins}) : m.nothing(); }
 };
-constexpr Way kWays[] = {{"scale", false}, {"amax", true}, {"state", true}};
+constexpr Way kWays[] = {{"scale", false}, {"amax", true}, {"states", true}};
 
 void casts(int64_t rows, int64_t cols, DType dtype) {
   for (const Way& way : kWays) {
@@ -222,13 +222,12 @@ void others(int64_t tokens, int64_t features, DType dtype) {
         SoftmaxBwd(nullptr, scores, scores, m.out(dtype, {2, 3, tokens, features}), rest, {0.5f, false}));
 }
 
-void states(int64_t rows) {
+void states(int64_t gemms) {
   Memory m;
-  const auto reports = [&] { return m.in(kF32, {rows, kBins}); };
-  const auto state = [&] { return m.in(kF32, {rows, kHistory + kHistoryLength}); };
-  const auto next = [&] { return m.out(kF32, {rows, kHistory + kHistoryLength}); };
-  check("update_state", UpdateState(nullptr, reports(), state(), reports(), state(), m.none(), m.none(), next(), next(),
-                                    m.nothing(), {448.f, 448.f, 57344.f, 1.f, false}));
+  const Memory::Dims dims = {gemms, 3, kHistory + kHistoryLength};
+  const auto reports = [&] { return m.in(kF32, {gemms, kBins}); };
+  check("update_state", UpdateState(nullptr, m.in(kF32, dims), reports(), reports(), reports(), m.out(kF32, dims),
+                                    {448.f, 448.f, 57344.f, 1.f, false}));
 }
 
 // Products of which cuBLASLt does a part: the kernels around it.

@@ -10,7 +10,6 @@ import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import recipe
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.flax import STATE_COLLECTION
-from transformer_engine_jax.quantized import QuantizerState
 
 X = jax.random.normal(jax.random.key(0), (16, 32))
 
@@ -100,7 +99,7 @@ def test_backward_traced_outside_the_context_still_runs_in_fp8():
     with te.autocast(True):
         everything = jax.jit(jax.grad(loss))(variables)
     jax.tree.map(np.testing.assert_array_equal, inside, everything)
-    assert inside[STATE_COLLECTION]["gemm_grad"].scale != 1
+    assert inside[STATE_COLLECTION]["gemm_state"].grad.scale != 1
 
 
 def test_calibrating_computes_in_high_precision_and_records():
@@ -120,15 +119,16 @@ def test_calibrating_computes_in_high_precision_and_records():
     assert value == plain != fp8
     np.testing.assert_array_equal(gradients["params"]["kernel"], plain_gradients["params"]["kernel"])
     recorded, expected = gradients[STATE_COLLECTION], fp8_gradients[STATE_COLLECTION]
-    for name in ("gemm_x", "gemm_kernel"):
-        np.testing.assert_array_equal(recorded[name].scale, expected[name].scale)
-    assert 0.9 < recorded["gemm_grad"].scale / expected["gemm_grad"].scale < 1.1
-    assert recorded["gemm_x"].scale == np.float32(448) / np.abs(X).max()
+    recorded, expected = recorded["gemm_state"], expected["gemm_state"]
+    assert (recorded.x.scale, recorded.kernel.scale) == (expected.x.scale, expected.kernel.scale)
+    assert 0.9 < recorded.grad.scale / expected.grad.scale < 1.1
+    assert recorded.x.scale == np.float32(448) / np.abs(X).max()
 
 
 def test_state_survives_a_step_that_does_not_use_it():
     model, variables = model_and_variables(recipe.DelayedScaling())
-    variables[STATE_COLLECTION]["gemm_x"] = QuantizerState.pack(5.0, jnp.ones(16), 1.0)
+    state = variables[STATE_COLLECTION]["gemm_state"]
+    variables[STATE_COLLECTION]["gemm_state"] = state.replace(x=te.QuantizerState(5.0, jnp.ones(16)))
     gradient = jax.jit(jax.grad(lambda v: jnp.sum(model.apply(v, X))))
     for context in (te.autocast(False), te.autocast(True, recipe.Float8CurrentScaling())):
         with context:

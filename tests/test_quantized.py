@@ -8,7 +8,7 @@ import pytest
 from transformer_engine_jax import autocast, recipe
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, observe
 from transformer_engine_jax.ops.state import mended, read, report
-from transformer_engine_jax.quantized import QuantizerSpec, QuantizerState, attach, keep
+from transformer_engine_jax.quantized import GemmState, QuantizerSpec, QuantizerStates, attach, keep
 from transformer_engine_jax.quantized import update as update_from_reports
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
@@ -18,13 +18,17 @@ def spec(r=DELAYED, dtype=E4M3):
     return QuantizerSpec(r, dtype, (), False)
 
 
+class Single(QuantizerStates):
+    TENSORS = ("only",)
+
+
 def update(state, amax, r, dtype):
-    return update_from_reports([state], [report(amax)], r, [dtype])[0]
+    return update_from_reports(state, [report(amax)], r, [dtype])
 
 
 def mend(state, r, dtype):
     most_recent = r.amax_compute_algo == "most_recent"
-    return QuantizerState(mended(state.packed, float(jnp.finfo(dtype).max), 2.0**r.margin, most_recent))
+    return Single(mended(state.packed, float(jnp.finfo(dtype).max), 2.0**r.margin, most_recent))
 
 
 def scale_of(quantizer):
@@ -32,7 +36,7 @@ def scale_of(quantizer):
 
 
 def state_after(amaxes, r=DELAYED, dtype=E4M3):
-    state = QuantizerState.create(r)
+    state = Single.create(r)
     for a in amaxes:
         state = update(state, jnp.float32(a), r, dtype)
     return state
@@ -42,31 +46,31 @@ def state_after(amaxes, r=DELAYED, dtype=E4M3):
 
 
 def test_initial_state():
-    state = QuantizerState.create(recipe.DelayedScaling())
-    assert state.scale == 1 and state.amax_history.shape == (16,) and not state.amax_history.any()
+    state = Single.create(recipe.DelayedScaling())
+    assert state.only.scale == 1 and state.only.amax_history.shape == (16,) and not state.only.amax_history.any()
 
 
 @pytest.mark.parametrize("dtype, fp8_max", [(E4M3, 448.0), (E5M2, 57344.0)])
 @pytest.mark.parametrize("margin", [0, 1, -2])
 def test_scale_is_fp8_max_over_amax_over_two_to_the_margin(dtype, fp8_max, margin):
     r = recipe.DelayedScaling(margin=margin)
-    state = update(QuantizerState.create(r), jnp.float32(3.3), r, dtype)
-    assert state.scale == np.float32(np.float32(fp8_max) / np.float32(3.3)) / np.float32(2.0**margin)
+    state = update(Single.create(r), jnp.float32(3.3), r, dtype)
+    assert state.only.scale == np.float32(np.float32(fp8_max) / np.float32(3.3)) / np.float32(2.0**margin)
 
 
 def test_max_over_the_history_includes_this_step_and_forgets_after_its_length():
-    scales = [float(state_after([8, 1, 1, 1, 2][: n + 1]).scale) for n in range(5)]
+    scales = [float(state_after([8, 1, 1, 1, 2][: n + 1]).only.scale) for n in range(5)]
     assert scales == [448 / 8] * 4 + [448 / 2]
 
 
 def test_most_recent_uses_this_step_only():
     r = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
-    assert [float(state_after([8, 1, 4][: n + 1], r).scale) for n in range(3)] == [56, 448, 112]
+    assert [float(state_after([8, 1, 4][: n + 1], r).only.scale) for n in range(3)] == [56, 448, 112]
 
 
 def test_history_of_one():
     r = recipe.DelayedScaling(amax_history_len=1)
-    assert [float(state_after([8, 1, 4][: n + 1], r).scale) for n in range(3)] == [56, 448, 112]
+    assert [float(state_after([8, 1, 4][: n + 1], r).only.scale) for n in range(3)] == [56, 448, 112]
 
 
 def test_functions_for_amax_and_scale():
@@ -75,9 +79,9 @@ def test_functions_for_amax_and_scale():
         amax_compute_algo=lambda history: jnp.min(history),
         scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: fp8_max / (2 * amax),
     )
-    first = update(QuantizerState.create(r), jnp.float32(4), r, E4M3)
-    assert first.scale == 1  # the smallest of the history is still 0
-    assert update(first, jnp.float32(8), r, E4M3).scale == 448 / 8
+    first = update(Single.create(r), jnp.float32(4), r, E4M3)
+    assert first.only.scale == 1  # the smallest of the history is still 0
+    assert update(first, jnp.float32(8), r, E4M3).only.scale == 448 / 8
 
 
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
@@ -85,12 +89,12 @@ def test_functions_for_amax_and_scale():
 def test_zero_and_not_finite_amaxes_keep_the_scale_and_stay_out_of_the_history(bad, algo):
     r = recipe.DelayedScaling(amax_history_len=4, amax_compute_algo=algo)
     state = state_after([4, bad], r)
-    assert state.scale == 112 and jnp.isfinite(state.amax_history).all()
+    assert state.only.scale == 112 and jnp.isfinite(state.only.amax_history).all()
 
 
 @pytest.mark.parametrize("amax", [1e-45, 1e-38, 1e-30, 3e38])
 def test_scales_and_their_inverses_stay_finite_and_normal(amax):
-    scale = float(state_after([amax]).scale)
+    scale = float(state_after([amax]).only.scale)
     tiny = np.finfo(np.float32).tiny
     assert np.isfinite(scale) and scale >= tiny and 1 / scale >= tiny
 
@@ -135,7 +139,7 @@ def used(state, amax, times=1):
         return jnp.zeros(())
 
     use.defvjp(lambda q: (jnp.zeros(()), q), lambda q, g: (*observe([q], [report(jnp.float32(amax))]),))
-    quantizer = attach([state], [spec()])[0]
+    quantizer = attach(state, [spec()])[0]
     return sum(use(quantizer) for _ in range(times))
 
 
@@ -148,24 +152,24 @@ def test_the_gradient_is_the_updated_state():
 
 @pytest.mark.parametrize("times", [2, 3, 16])
 def test_uses_in_one_step_update_once(times):
-    state = QuantizerState.create(DELAYED)
+    state = Single.create(DELAYED)
     new = jax.grad(lambda s: used(s, 7.0, times))(state)
-    assert (new.amax_history > 0).sum() == 1
-    assert 7 <= new.amax_history.max() <= 7 * 1.25 and 448 / 7 / 1.25 <= new.scale <= 448 / 7
+    assert (new.only.amax_history > 0).sum() == 1
+    assert 7 <= new.only.amax_history.max() <= 7 * 1.25 and 448 / 7 / 1.25 <= new.only.scale <= 448 / 7
 
 
 def test_losses_summed_over_microbatches_update_once():
     def loss(state):
         return jax.lax.scan(lambda total, _: (total + used(state, 7.0), None), 0.0, None, length=8)[0]
 
-    new = jax.grad(loss)(QuantizerState.create(DELAYED))
-    assert (new.amax_history > 0).sum() == 1 and 448 / 7 / 1.25 <= new.scale <= 448 / 7
+    new = jax.grad(loss)(Single.create(DELAYED))
+    assert (new.only.amax_history > 0).sum() == 1 and 448 / 7 / 1.25 <= new.only.scale <= 448 / 7
 
 
 def test_a_state_that_came_back_as_zeros_counts_as_new():
-    zeros = jax.tree.map(jnp.zeros_like, QuantizerState.create(DELAYED))
-    assert scale_of(attach([zeros], [spec()])[0]) == 1
-    assert jax.grad(used)(zeros, 7.0).scale == 64
+    zeros = jax.tree.map(jnp.zeros_like, Single.create(DELAYED))
+    assert scale_of(attach(zeros, [spec()])[0]) == 1
+    assert jax.grad(used)(zeros, 7.0).only.scale == 64
 
 
 def test_keep_returns_states_as_their_own_gradient():
@@ -175,15 +179,18 @@ def test_keep_returns_states_as_their_own_gradient():
 
 
 def test_errors_of_attach():
-    with pytest.raises(ValueError, match="needs a QuantizerState, got None"):
-        attach([None], [spec()])
-    with pytest.raises(ValueError, match=r"f32\[4\].*got.*\(16,\)"):
-        attach([QuantizerState.create(recipe.DelayedScaling())], [spec()])
+    for wrong, got in ((None, "None"), (Single(None), r"Single\(packed=None\)"), ({"a": 1}, r"\{'a': 1\}")):
+        with pytest.raises(ValueError, match=f"needs the states of what it quantizes, got {got}"):
+            attach(wrong, [spec()])
+    with pytest.raises(ValueError, match=r"expected 1 states.*f32\[4\].*got 1 of f32\[\] and f32\[16\]"):
+        attach(Single.create(recipe.DelayedScaling()), [spec()])
+    with pytest.raises(ValueError, match=r"expected 2 states.*got 1 of"):
+        attach(Single.create(DELAYED), [spec()] * 2)
 
 
 def test_current_scaling_needs_no_state():
     with autocast(True, recipe.Float8CurrentScaling()):
-        quantizer = attach([None], [spec(recipe.Float8CurrentScaling())])[0]
+        quantizer = attach(None, [spec(recipe.Float8CurrentScaling())])[0]
     assert quantizer.scale is None and not jax.tree.leaves(quantizer)
 
 
@@ -199,24 +206,24 @@ def test_each_scan_step_and_each_call_attaches_at_the_level_of_the_state():
         )
 
     for run in (jax.grad(loss), jax.jit(jax.grad(loss))):
-        new = run(QuantizerState.create(DELAYED))
+        new = run(Single.create(DELAYED)).only
         assert new.uses == 1 and 7 <= new.amax_history.max() <= 7 * 1.25 and 448 / 7 / 1.25 <= new.scale <= 448 / 7
 
 
-def test_states_of_one_gemm_from_different_levels_of_tracing():
-    """One is differentiated, one is a constant of the jitted function, one is an argument of it."""
-    states = [state_after([float(a)]) for a in (2, 3, 5)]
-
-    @jax.jit
-    def step(argument):
-        def loss(traced):
-            quantizers = attach([traced, states[1], argument], [spec()] * 3)
-            return sum(jnp.sum(q.scale * 0) + jnp.sum(q.observed * report(jnp.float32(7))) for q in quantizers)
-
-        return jax.grad(loss)(states[0])
-
-    new = step(states[2])
-    assert new.uses == 1 and np.isfinite(new.scale)
+def test_states_by_their_names():
+    one, two = state_after([2]).only, state_after([5, 3]).only
+    states = GemmState.pack(grad=two, x=one, kernel=one)
+    jax.tree.map(np.testing.assert_array_equal, states.states(), {"x": one, "kernel": one, "grad": two})
+    jax.tree.map(np.testing.assert_array_equal, states.replace(x=two).x, two)
+    stacked = jax.tree.map(lambda packed: jnp.stack([packed, 2 * packed]), states)
+    np.testing.assert_array_equal(stacked.grad.amax_history[1], 2 * two.amax_history)
+    assert stacked.layout == ((2,), 3, 4) and GemmState.create(DELAYED, (2,)).layout == ((2,), 3, 4)
+    shapes = jax.eval_shape(lambda: states)
+    assert shapes.kernel.amax_history.shape == (4,)
+    with pytest.raises(AttributeError, match="GemmState has no 'query'; it has packed and x, kernel, grad"):
+        _ = states.query
+    with pytest.raises(ValueError, match=r"GemmState.pack: expected states of \['x', 'kernel', 'grad'\], got \['x'\]"):
+        GemmState.pack(x=one)
 
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit], ids=["remat", "inner jit"])
@@ -225,15 +232,15 @@ def test_states_that_were_added_up_are_mended_when_read(wrap):
     state = state_after([9, 2, 5])
     once = wrap(lambda s: used(s, 7.0))
     total = jax.jit(jax.grad(lambda s: once(s) + once(s)))(state)
-    assert total.uses == 2
+    assert total.only.uses == 2
     sound = mend(total, DELAYED, E4M3)
     expected = update(state, jnp.float32(7), DELAYED, E4M3)
-    assert sound.uses == 1 and scale_of(attach([total], [spec()])[0]) == sound.scale
-    np.testing.assert_array_equal(sound.amax_history[2:], expected.amax_history[2:])
-    assert 7 <= sound.amax_history[1] <= 14 and 448 / 14 <= sound.scale <= expected.scale
+    assert sound.only.uses == 1 and scale_of(attach(total, [spec()])[0]) == sound.only.scale
+    np.testing.assert_array_equal(sound.only.amax_history[2:], expected.only.amax_history[2:])
+    assert 7 <= sound.only.amax_history[1] <= 14 and 448 / 14 <= sound.only.scale <= expected.only.scale
     # The next step, whatever it observes, goes on from there.
     later = jax.grad(used)(total, 1.0)
-    assert later.uses == 1 and 448 / 14 <= later.scale <= 448 / 7
+    assert later.only.uses == 1 and 448 / 14 <= later.only.scale <= 448 / 7
 
 
 def test_mending_a_sound_state_changes_nothing():
@@ -243,5 +250,5 @@ def test_mending_a_sound_state_changes_nothing():
 
 def test_no_tracer_outlives_its_trace():
     with jax.checking_leaks():
-        jax.jit(jax.grad(used), static_argnums=1)(QuantizerState.create(DELAYED), 7.0)
-        jax.jit(jax.grad(jax.checkpoint(used, static_argnums=1)), static_argnums=1)(QuantizerState.create(DELAYED), 7.0)
+        jax.jit(jax.grad(used), static_argnums=1)(Single.create(DELAYED), 7.0)
+        jax.jit(jax.grad(jax.checkpoint(used, static_argnums=1)), static_argnums=1)(Single.create(DELAYED), 7.0)

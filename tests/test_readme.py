@@ -259,9 +259,9 @@ def test_overview_example_of_the_original():
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((param_grads, other_grads)))
     # d mean(x W + b) / d b is 1 / HIDDEN for every feature.
     assert jnp.allclose(param_grads["bias"], 1 / HIDDEN)
-    state = other_grads["_overwrite_with_gradient"]
-    assert state["gemm_x"].scale == np.float32(448) / np.abs(inp).max()
-    assert state["gemm_grad"].scale == 57344.0 * inp.size  # the gradient is 1 / (BATCH * SEQLEN * HIDDEN) everywhere
+    state = other_grads["_overwrite_with_gradient"]["gemm_state"]
+    assert state.x.scale == np.float32(448) / np.abs(inp).max()
+    assert state.grad.scale == 57344.0 * inp.size  # the gradient is 1 / (BATCH * SEQLEN * HIDDEN) everywhere
 
     # The example drops the new state, so its gradients of 2e-7 never get a scale. One step that keeps it:
     with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):

@@ -20,12 +20,11 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     return [export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]
 
 
-for _type in (QuantizedTensor, QuantizerState):
+for _type in (QuantizedTensor, AttentionState, GemmState):
     export.register_pytree_node_serialization(
         _type,
         serialized_name=f"transformer_engine_jax.{_type.__name__}",
         serialize_auxdata=lambda aux: json.dumps(aux).encode(),
         deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
     )
-for _type in (AttentionState, GemmState):
-    export.register_namedtuple_serialization(_type, serialized_name=f"transformer_engine_jax.{_type.__name__}")
+export.register_namedtuple_serialization(QuantizerState, serialized_name="transformer_engine_jax.QuantizerState")

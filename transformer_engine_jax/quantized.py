@@ -23,7 +23,6 @@ from transformer_engine_jax.ops.state import (
     BINS,
     GIVEN,
     Scaling,
-    in_threes,
     mended,
     packed,
     read,
@@ -42,90 +41,96 @@ class QuantizedTensor:
     scale_inv: jax.Array  # f32[]
 
 
-@jax.tree_util.register_dataclass
+class QuantizerState(NamedTuple):
+    """What is remembered of one quantized tensor between steps; leading axes are those of stacked layers."""
+
+    scale: jax.Array  # f32[] multiply by this before the cast
+    amax_history: jax.Array  # f32[H] newest first, behind the slot that the coming step fills
+    uses: jax.Array | float = 1.0  # f32[] how many updated states were added up here; 1 where `attach` could help it
+
+
 @dataclasses.dataclass(frozen=True)
-class QuantizerState:
-    """What is remembered of one quantized tensor between steps: `packed`, one array, and what it holds by name."""
+class QuantizerStates:
+    """What is remembered of tensors that are quantized for one op: a QuantizerState of each, packed into one array."""
 
-    packed: jax.Array  # f32[2 + H] scale, uses, amax_history
+    packed: jax.Array | None  # f32[T, 2 + H] of each tensor scale, uses, amax_history; None where the recipe has none
 
-    FIELDS: ClassVar[tuple[str, ...]] = ("scale", "amax_history", "uses")
+    TENSORS: ClassVar[tuple[str, ...]] = ()  # of a subclass: their names, and attributes that are their QuantizerStates
 
-    @property
-    def scale(self) -> jax.Array:
-        """f32[] multiply by this before the cast."""
-        return self._named()[0]
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_dataclass(cls, data_fields=["packed"], meta_fields=[])
 
-    @property
-    def uses(self) -> jax.Array:
-        """f32[] how many updated states were added up here; 1 unless `attach` could not prevent it."""
-        return self._named()[1]
+    def __getattr__(self, name: str) -> QuantizerState | None:
+        if name not in self.TENSORS:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}; it has packed and {', '.join(self.TENSORS)}")
+        return self.states().get(name)
 
-    @property
-    def amax_history(self) -> jax.Array:
-        """f32[H] newest first, behind the slot that the coming step fills."""
-        return self._named()[2]
+    def states(self) -> dict[str, QuantizerState]:
+        """The state of each tensor, by its name; none for a recipe without a history."""
 
-    def _named(self) -> tuple:
+        def split(packed):
+            rows = [unpacked(packed[..., i, :]) for i in range(len(self.TENSORS))]
+            return [QuantizerState(scale, history, uses) for scale, uses, history in rows]
+
+        if self.packed is None:
+            return {}
         abstract = isinstance(self.packed, jax.ShapeDtypeStruct)  # of jax.eval_shape
-        return jax.eval_shape(unpacked, self.packed) if abstract else unpacked(self.packed)
+        return dict(zip(self.TENSORS, jax.eval_shape(split, self.packed) if abstract else split(self.packed)))
 
     @property
-    def history_len(self) -> int:
-        """H."""
-        return jnp.shape(self.packed)[-1] - 2
+    def layout(self) -> tuple[tuple[int, ...], int, int]:
+        """(the axes of stacked layers, the number of tensors, the length of their histories)."""
+        *stacked, tensors, length = jnp.shape(self.packed)
+        return tuple(stacked), tensors, length - 2
 
     @classmethod
-    def pack(cls, scale, amax_history, uses) -> QuantizerState:
-        """The state of these; each may have the same leading axes."""
-        return cls(packed(*(jnp.asarray(x, jnp.float32) for x in (scale, uses, amax_history))))
+    def pack(cls, **states: QuantizerState):
+        """The states of all TENSORS, by their names."""
+        if set(states) != set(cls.TENSORS):
+            raise ValueError(f"{cls.__name__}.pack: expected states of {list(cls.TENSORS)}, got {list(states)}")
+        rows = []
+        for name in cls.TENSORS:
+            scale, history, uses = (jnp.asarray(x, jnp.float32) for x in states[name])
+            rows.append(packed(scale, jnp.broadcast_to(uses, scale.shape), history))
+        return cls(jnp.stack(rows, axis=-2))
 
-    def replace(self, **fields) -> QuantizerState:
-        """The state with other values of some of FIELDS."""
-        return self.pack(**{name: fields.get(name, getattr(self, name)) for name in self.FIELDS})
-
-    @classmethod
-    def of(cls, state: Any) -> Any:
-        """The state that a mapping stands for, as restored without a target; anything else as it is."""
-        if isinstance(state, Mapping) and set(state) == {"packed"}:
-            return cls(jnp.asarray(state["packed"], jnp.float32))
-        if isinstance(state, Mapping) and set(state) == set(cls.FIELDS):
-            return cls.pack(**state)
-        return state
+    def replace(self, **states: QuantizerState):
+        """These with other states of some tensors."""
+        return self.pack(**{**self.states(), **states})
 
     @classmethod
-    def create(cls, recipe: DelayedScaling, stacked: tuple[int, ...] = ()) -> QuantizerState:
-        """The state before the first step, or as many as there are places on the axes `stacked`."""
-        ones = jnp.ones(stacked, jnp.float32)
-        return cls.pack(ones, jnp.zeros((*stacked, recipe.amax_history_len), jnp.float32), ones)
-
-
-class GemmState(NamedTuple):
-    """What is remembered of one GEMM's operands: states for a recipe with a history, None for one without."""
-
-    x: QuantizerState | None
-    kernel: QuantizerState | None
-    grad: QuantizerState | None  # of the gradient of the output
+    def of(cls, states: Any) -> Any:
+        """What a mapping stands for, as restored without a target; anything else as it is."""
+        if isinstance(states, Mapping) and set(states) == {"packed"}:
+            return cls(jnp.asarray(states["packed"], jnp.float32))
+        if isinstance(states, Mapping) and set(states) == set(cls.TENSORS):
+            return cls.pack(**{name: QuantizerState(**states[name]) for name in cls.TENSORS})
+        return states
 
     @classmethod
-    def create(cls, recipe: Recipe | None = None) -> GemmState:
-        """The state before the first step; recipe None means DelayedScaling()."""
+    def create(cls, recipe: Recipe | None = None, stacked: tuple[int, ...] = ()):
+        """The states before the first step, or as many as there are places on the axes `stacked`.
+
+        recipe: None means DelayedScaling().
+        """
         recipe = recipe or DelayedScaling()
-        return cls(*[QuantizerState.create(recipe) if recipe.stateful else None for _ in cls._fields])
+        if not recipe.stateful:
+            return cls(None)
+        ones = jnp.ones(stacked, jnp.float32)
+        fresh = QuantizerState(ones, jnp.zeros((*stacked, recipe.amax_history_len), jnp.float32), ones)
+        return cls.pack(**dict.fromkeys(cls.TENSORS, fresh))
 
 
-class AttentionState(NamedTuple):
-    """What is remembered of attention's operands under a recipe with fp8_dpa; None for one without a history."""
+class GemmState(QuantizerStates):
+    """What is remembered of one GEMM's operands: of its input, its kernel, and the gradient of its output."""
 
-    query: QuantizerState | None
-    key: QuantizerState | None
-    value: QuantizerState | None
+    TENSORS = ("x", "kernel", "grad")
 
-    @classmethod
-    def create(cls, recipe: Recipe | None = None) -> AttentionState:
-        """The state before the first step; recipe None means DelayedScaling(fp8_dpa=True)."""
-        recipe = recipe or DelayedScaling(fp8_dpa=True)
-        return cls(*[QuantizerState.create(recipe) if recipe.stateful else None for _ in cls._fields])
+
+class AttentionState(QuantizerStates):
+    """What is remembered of attention's operands under a recipe with fp8_dpa."""
+
+    TENSORS = ("query", "key", "value")
 
 
 def _arithmetic(recipe: DelayedScaling, dtypes: Sequence[np.dtype]) -> dict[str, Any]:
@@ -141,50 +146,48 @@ def _has_own_algorithm(recipe: DelayedScaling) -> bool:
 
 
 def update(
-    states: Sequence[QuantizerState], reports: Sequence[jax.Array], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
-) -> list[QuantizerState]:
-    """Up to three states after a step that observed the amaxes of `reports`, f32[bins] for each.
+    states: QuantizerStates, reports: Sequence[jax.Array], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
+) -> QuantizerStates:
+    """The states of up to three tensors after a step that observed the amaxes of `reports`, f32[bins] of each.
 
     The states are those that the step started from: as they were given, or mended where the recipe has functions.
     """
-    if _has_own_algorithm(recipe):
-        updated = []
-        for state, report, dtype in zip(states, reports, dtypes):
-            history = state.amax_history.at[0].set(read(report))
-            scale = delayed_scale(recipe, history, state.scale, dtype)
-            updated.append(QuantizerState.pack(scale, jnp.roll(history, 1), jnp.ones_like(scale)))
-        return updated
-    operands = in_threes([(report, state.packed) for state, report in zip(states, reports)])
-    results = update_state(*operands, **_arithmetic(recipe, dtypes))
-    return [QuantizerState(result) for result in results[: len(states)]]
+    if not _has_own_algorithm(recipe):
+        return type(states)(update_state(states.packed, *reports, **_arithmetic(recipe, dtypes)))
+    updated = {}
+    for (name, state), report, dtype in zip(states.states().items(), reports, dtypes):
+        history = state.amax_history.at[0].set(read(report))
+        scale = delayed_scale(recipe, history, state.scale, dtype)
+        updated[name] = QuantizerState(scale, jnp.roll(history, 1))
+    return states.pack(**updated)
 
 
-def _scaling(recipe: Recipe) -> Scaling:
+def _scaling(recipe: Recipe, tensor: int) -> Scaling:
     if not recipe.stateful:
         return Scaling("amax", amax_epsilon=float(recipe.amax_epsilon), power_of_2=recipe.use_power_2_scales)
     if _has_own_algorithm(recipe):
         return GIVEN
     most_recent = recipe.amax_compute_algo == "most_recent"
-    return Scaling("state", two_to_margin=float(2.0**recipe.margin), most_recent=most_recent)
+    return Scaling("states", two_to_margin=float(2.0**recipe.margin), most_recent=most_recent, tensor=tensor)
 
 
 def start(
-    states: Sequence[QuantizerState], recipe: DelayedScaling, dtypes: Sequence[np.dtype]
-) -> list[tuple[QuantizerState, jax.Array]]:
-    """For each of up to three states (the state to start a step from, what kernels that cast take as its scale).
+    states: QuantizerStates, recipe: DelayedScaling, dtypes: Sequence[np.dtype]
+) -> tuple[QuantizerStates, list[jax.Array]]:
+    """(The states to start a step from, what kernels that cast take as the scale of each tensor).
 
-    Kernels and `update` mend a sum of states themselves, as ops/state.py says; not so for a recipe's own functions.
+    Kernels and `update` mend sums of states themselves, as ops/state.py says; not so for a recipe's own functions.
     """
     if not _has_own_algorithm(recipe):
-        return [(state, state.packed) for state in states]
-    starts = []
-    for old, dtype in zip(states, dtypes):
-        state = QuantizerState(mended(old.packed, 448.0, 1.0, False))  # whose scale is replaced
+        return states, len(dtypes) * [states.packed]
+    mended_ones = type(states)(mended(states.packed, 448.0, 1.0, False)).states()  # whose scales are replaced
+    for (name, old), dtype in zip(states.states().items(), dtypes):
         n = jnp.maximum(old.uses, 1.0)
         last = jnp.where((old.scale > 0) & jnp.isfinite(old.scale), old.scale / n, 1.0)
+        state = mended_ones[name]
         scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype), last)
-        starts.append((state.replace(scale=scale), scale))
-    return starts
+        mended_ones[name] = state._replace(scale=scale)
+    return states.pack(**mended_ones), [state.scale for state in mended_ones.values()]
 
 
 # --- One step's view of the state ------------------------------------------------------------------------------------
@@ -208,11 +211,12 @@ class Quantizer:
     scale: jax.Array | None  # as `scaling` has it; None where the recipe takes it from the tensor itself
     observed: jax.Array | None  # f32[bins] zeros; its cotangent carries the reports
     spec: QuantizerSpec = dataclasses.field(metadata={"static": True})
+    tensor: int = dataclasses.field(default=0, metadata={"static": True})  # which of those whose states are one array
 
     @property
     def scaling(self) -> Scaling:
         """How kernels that cast take the scale."""
-        return _scaling(self.spec.recipe)
+        return _scaling(self.spec.recipe, self.tensor)
 
 
 class GemmQuantizers(NamedTuple):
@@ -228,10 +232,10 @@ class GemmQuantizers(NamedTuple):
 class AttentionQuantizers:
     """How query, key and value become FP8 in this step, where attention can be computed so; what attention takes.
 
-    Only there are the states attached: elsewhere attention keeps them as they are.
+    Only there is the state attached: elsewhere attention keeps it as it is.
     """
 
-    state: AttentionState
+    state: AttentionState | None
     spec: QuantizerSpec = dataclasses.field(metadata={"static": True})
 
     def attached(self) -> list[Quantizer]:
@@ -239,19 +243,16 @@ class AttentionQuantizers:
         return attach(self.state, 3 * (self.spec,))
 
 
-def _attach_forward(specs: tuple[QuantizerSpec, ...], *states: QuantizerState):
-    starts = start(states, specs[0].recipe, [spec.dtype for spec in specs])
-    views = []
-    for _, scale in starts:
-        # Zeros that vmap takes for as many as there are states: it adds up the reports to what states have in common.
-        zero = jax.lax.select(scale.ravel()[0] > 0, jnp.float32(0), jnp.float32(0))
-        views.append((scale, jnp.broadcast_to(zero, (BINS,))))
-    return views, [state for state, _ in starts]
+def _attach_forward(specs: tuple[QuantizerSpec, ...], states: QuantizerStates):
+    started, scales = start(states, specs[0].recipe, [spec.dtype for spec in specs])
+    # Zeros that vmap takes for as many as there are states: it adds up the reports to what states have in common.
+    zeros = [jax.lax.select(scale.ravel()[0] > 0, jnp.float32(0), jnp.float32(0)) for scale in scales]
+    return [(scale, jnp.broadcast_to(zero, (BINS,))) for scale, zero in zip(scales, zeros)], started
 
 
-def _attach_backward(specs: tuple[QuantizerSpec, ...], states: list[QuantizerState], cotangents):
-    reports = [cotangent[1] for cotangent in cotangents]
-    return tuple(update(states, reports, specs[0].recipe, [spec.dtype for spec in specs]))
+def _attach_backward(specs: tuple[QuantizerSpec, ...], states: QuantizerStates, cotangents):
+    reports = [report for _, report in cotangents]
+    return (update(states, reports, specs[0].recipe, [spec.dtype for spec in specs]),)
 
 
 _attach = differentiable(_attach_forward, _attach_backward)
@@ -263,7 +264,7 @@ def kept_on(trace, name: str) -> dict:
     return owner.__dict__.setdefault(name, {}) if hasattr(owner, "__dict__") else {}
 
 
-def _attach_once(specs: tuple[QuantizerSpec, ...], states: tuple[QuantizerState, ...]) -> list[Quantizer]:
+def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> list[Quantizer]:
     """_attach at the level of tracing where the states live, and once there.
 
     Attaching inside the body of a scan, or in each of two calls of one model, would add up updated states, and
@@ -271,17 +272,14 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: tuple[QuantizerState,
     """
 
     def attached() -> list[Quantizer]:
-        return [Quantizer(*view, spec) for view, spec in zip(_attach(specs, *states), specs)]
+        return [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(_attach(specs, states), specs))]
 
-    leaves = [state.packed for state in states]
-    if len({id(getattr(leaf, "_trace", None)) for leaf in leaves}) > 1:  # states of several levels: each at its own
-        return [_attach_once((spec,), (state,))[0] for spec, state in zip(specs, states)]
     here = jax.sharding.get_abstract_mesh().manual_axes or jax.config.jax_check_tracer_leaks
-    if here or not isinstance(leaves[0], jax.core.Tracer):
+    if here or not isinstance(states.packed, jax.core.Tracer):
         return attached()
-    trace = leaves[0]._trace
+    trace = states.packed._trace
     known = kept_on(trace, "_te_attached")
-    key = (specs, *[id(leaf) for leaf in leaves])
+    key = (specs, id(states.packed))
     if key not in known:
         with set_current_trace(trace):
             quantizers = attached()
@@ -297,35 +295,34 @@ def quantizer_spec(*, backward: bool = False, checkpoint_name: str | None = None
     return QuantizerSpec(recipe, dtype, context.amax_axes, context.calibrating, checkpoint_name)
 
 
-def attach(states: Sequence[QuantizerState | None], specs: Sequence[QuantizerSpec]) -> list[Quantizer]:
-    """This step's Quantizers, of the up to three tensors of a GEMM under one recipe.
+def attach(states: QuantizerStates | None, specs: Sequence[QuantizerSpec]) -> list[Quantizer]:
+    """This step's Quantizers, of up to three tensors under one recipe.
 
-    The gradient with respect to each state will be the next state.
+    The gradient with respect to the states will be the next states.
 
     Raises:
-      ValueError: the recipe needs states and one is missing, or its history has another length.
+      ValueError: the recipe needs states and there are none, or of another number, or with histories of another length.
     """
     recipe = specs[0].recipe
     if not recipe.stateful:
         return [Quantizer(None, None, spec) for spec in specs]
-    _check_states(states, recipe)
-    return _attach_once(tuple(specs), tuple(states))
+    _check_states(states, recipe, len(specs))
+    return _attach_once(tuple(specs), states)
 
 
-def _check_states(states: Sequence[QuantizerState | None], recipe: Recipe) -> None:
-    for state in states:
-        if state is None:
-            raise ValueError(
-                f"attach: {type(recipe).__name__} needs a QuantizerState, got None; GemmState.create() and "
-                "AttentionState.create() make them"
-            )
-        stacked = jnp.shape(state.packed)[:-1]
-        if state.history_len != recipe.amax_history_len or stacked:
-            raise ValueError(
-                f"attach: expected a state of scale f32[] and amax_history f32[{recipe.amax_history_len}] (the "
-                f"recipe's amax_history_len), got {stacked} and {(*stacked, state.history_len)}; "
-                "initialise the state under the recipe that it is used with"
-            )
+def _check_states(states: QuantizerStates | None, recipe: DelayedScaling, tensors: int) -> None:
+    if not isinstance(states, QuantizerStates) or states.packed is None:
+        raise ValueError(
+            f"attach: {type(recipe).__name__} needs the states of what it quantizes, got {states}; "
+            "GemmState.create() and AttentionState.create() make them"
+        )
+    if states.layout != ((), tensors, recipe.amax_history_len):
+        stacked, got, length = states.layout
+        raise ValueError(
+            f"attach: expected {tensors} states of scale f32[] and amax_history f32[{recipe.amax_history_len}] (the "
+            f"recipe's amax_history_len), got {got} of f32{list(stacked)} and f32{[*stacked, length]}; "
+            "initialise the state under the recipe that it is used with"
+        )
 
 
 def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
@@ -353,7 +350,6 @@ def gemm_quantizers(
     with under(recipe):
         if current().recipe is None:
             return None
-        state = GemmState(None, None, None) if state is None else state
         forward = quantizer_spec(checkpoint_name=checkpoint_name)
         backward = quantizer_spec(backward=True, checkpoint_name=checkpoint_name)
         return GemmQuantizers(*attach(state, (forward, forward, backward)))
@@ -379,10 +375,9 @@ def attention_quantizers(
         recipe = current().recipe
         if recipe is None or not recipe.fp8_dpa:
             return None
-        state = AttentionState(None, None, None) if state is None or not recipe.stateful else state
         if recipe.stateful:
-            _check_states(state, recipe)
-        return AttentionQuantizers(state, quantizer_spec())
+            _check_states(state, recipe, len(AttentionState.TENSORS))
+        return AttentionQuantizers(state if recipe.stateful else None, quantizer_spec())
 
 
 def _keep_forward(_, y, states):

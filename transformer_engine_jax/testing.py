@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_engine_jax.kernel import Kernel, use_references
+from transformer_engine_jax.quantized import QuantizerStates
 
 
 @contextlib.contextmanager
@@ -42,23 +43,31 @@ def relative_error(got: Any, expected: Any) -> float:
     return float(np.linalg.norm(got - expected) / norm) if norm else float(np.abs(got).max(initial=0.0))
 
 
+def _leaves(tree: Any) -> dict[str, Any]:
+    """The arrays of a pytree by their paths; the states of several tensors one by one, as their sizes differ."""
+    is_states = lambda x: isinstance(x, QuantizerStates)
+    named = jax.tree.map(lambda x: x.states() if is_states(x) else x, tree, is_leaf=is_states)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(named)}
+
+
 def assert_close(got: Any, expected: Any, bound: float, what: str = "") -> None:
     """Leaf by leaf: same shape, and a relative L2 error of at most `bound` (below 1)."""
     assert 0 <= bound < 1, f"a bound of {bound} would let zeros pass"
-    got_leaves, expected_leaves = jax.tree.leaves_with_path(got), jax.tree.leaves_with_path(expected)
-    assert [p for p, _ in got_leaves] == [p for p, _ in expected_leaves], f"{what}: trees differ"
-    for (path, g), (_, e) in zip(got_leaves, expected_leaves):
-        assert jnp.shape(g) == jnp.shape(e), f"{what}{jax.tree_util.keystr(path)}: {jnp.shape(g)} != {jnp.shape(e)}"
+    got, expected = _leaves(got), _leaves(expected)
+    assert list(got) == list(expected), f"{what}: trees differ"
+    for path, g in got.items():
+        e = expected[path]
+        assert jnp.shape(g) == jnp.shape(e), f"{what}{path}: {jnp.shape(g)} != {jnp.shape(e)}"
         error = relative_error(g, e)
-        assert error <= bound, f"{what}{jax.tree_util.keystr(path)}: relative error {error:.3g} > {bound:.3g}"
+        assert error <= bound, f"{what}{path}: relative error {error:.3g} > {bound:.3g}"
 
 
 def assert_same_bytes(got: Any, expected: Any, what: str = "") -> None:
     """Same shape, dtype and bytes, leaf by leaf; any NaN equals any NaN of f32, f16 and bf16."""
-    for path, g in jax.tree.leaves_with_path(got):
-        e = dict(jax.tree.leaves_with_path(expected))[path]
-        g, e = np.asarray(g), np.asarray(e)
-        where = f"{what}{jax.tree_util.keystr(path)}"
+    expected = _leaves(expected)
+    for path, g in _leaves(got).items():
+        g, e = np.asarray(g), np.asarray(expected[path])
+        where = f"{what}{path}"
         assert (g.shape, g.dtype) == (e.shape, e.dtype), f"{where}: {g.dtype}{g.shape} != {e.dtype}{e.shape}"
         view = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[g.dtype.itemsize]
         differ = np.atleast_1d(g).view(view) != np.atleast_1d(e).view(view)

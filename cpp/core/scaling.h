@@ -1,8 +1,9 @@
 // Scales: the arithmetic between an amax and a scale, in one place for CPU and CUDA, so that both give the same bits
 // (XLA's division on GPUs is not correctly rounded); and what an op that casts is told of its scale.
 //
-// A state is one row of numbers, [scale, uses, history...]: kScale, kUses, kHistory. What they mean, and what a report
-// is, is said in transformer_engine_jax/quantized.py and ops/state.py.
+// A state is one row of numbers, [scale, uses, history...]: kScale, kUses, kHistory; those of a GEMM's tensors are the
+// rows of one array. What they mean, and what a report is, is said in transformer_engine_jax/quantized.py and
+// ops/state.py.
 #pragma once
 
 #include <cstring>
@@ -94,11 +95,12 @@ TE_EVERYWHERE float current_scale(float amax, const CurrentScaleAttributes& a) {
 
 // Where its scale comes from; Scaling in ops/state.py.
 struct Scaling {
-  std::string_view scale_from;  // what the operand `scale` holds: "scale" f32[]; "amax" f32[]; or "state" f32[2 + H]
+  std::string_view scale_from;  // what the operand `scale` holds: "scale" f32[]; "amax" f32[]; "states" f32[T, 2 + H]
   float amax_epsilon;           // amax: as current_scale
   bool power_of_2;
-  float two_to_margin;  // state: as ScaleSource has it
+  float two_to_margin;  // states: as ScaleSource has it
   bool most_recent;
+  int64_t tensor;  // states: whose
 };
 
 // A maximum as it is, f32[], or as its report, f32[bins]; either may be absent.
@@ -119,12 +121,14 @@ struct Casting {
 
   void check(Check& check) const {
     const std::string_view source = scaling.scale_from;
-    const bool of_state = source == "state";
-    check.that(source == "scale" || source == "amax" || of_state, "scale_from", "scale, amax or state", source);
-    if (of_state) {
-      check.that(scale.element_type() == DType::F32 && scale.dimensions().size() == 1 &&
-                     static_cast<int64_t>(scale.element_count()) > kHistory,
-                 "scale", "f32[2 + H] of a state", scale);
+    const bool of_states = source == "states";
+    check.that(source == "scale" || source == "amax" || of_states, "scale_from", "scale, amax or states", source);
+    if (of_states) {
+      const auto dims = scale.dimensions();
+      check.that(scale.element_type() == DType::F32 && dims.size() == 2 && dims[1] > kHistory, "scale",
+                 "f32[T, 2 + H] of states", scale);
+      check.that(dims.size() == 2 && scaling.tensor >= 0 && scaling.tensor < dims[0], "scale",
+                 "the state of the tensor that is asked for", scale);
     } else {
       check.scalar("scale", scale, /*optional=*/true);
     }
@@ -146,15 +150,17 @@ struct ScaleSource {
 
   ScaleSource() = default;
   ScaleSource(const Casting& c, DType dtype)
-      : kind(c.scaling.scale_from == "amax"    ? kAmax
-             : c.scaling.scale_from == "state" ? kState
-                                               : kGiven),
+      : kind(c.scaling.scale_from == "amax"     ? kAmax
+             : c.scaling.scale_from == "states" ? kState
+                                                : kGiven),
         data(data_or_null<float>(c.scale)),
         inverse(data_or_null<float>(c.scale_inv)),
-        length(kind == kState ? static_cast<int64_t>(c.scale.element_count()) - kHistory : 0),
+        length(kind == kState ? c.scale.dimensions()[1] - kHistory : 0),
         current{dtype == DType::F8E5M2 ? 57344.f : 448.f, c.scaling.amax_epsilon, c.scaling.power_of_2},
         two_to_margin(c.scaling.two_to_margin),
-        most_recent(c.scaling.most_recent) {}
+        most_recent(c.scaling.most_recent) {
+    if (kind == kState) data += c.scaling.tensor * (kHistory + length);
+  }
 
   TE_EVERYWHERE float get() const {
     if (!data) return 1.f;
@@ -181,4 +187,4 @@ struct ScaleSource {
 // The members of Scaling, first among those of an op's attributes.
 #define TE_SCALING                                                                                               \
   TE_ATTRIBUTE(std::string_view, scale_from), TE_ATTRIBUTE(float, amax_epsilon), TE_ATTRIBUTE(bool, power_of_2), \
-      TE_ATTRIBUTE(float, two_to_margin), TE_ATTRIBUTE(bool, most_recent)
+      TE_ATTRIBUTE(float, two_to_margin), TE_ATTRIBUTE(bool, most_recent), TE_ATTRIBUTE(int64_t, tensor)

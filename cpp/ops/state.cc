@@ -6,10 +6,11 @@
 namespace te {
 namespace {
 
-void update(const StateBuffers& s, int64_t row, const States& all) {
-  const float* reports = s.reports + row * all.bins;
-  const float* state = s.state + row * (kHistory + all.length);
-  float* next = s.next + row * (kHistory + all.length);
+void update(const States& all, int64_t gemm, int tensor) {
+  const float* state = all.state + all.row(gemm, tensor);
+  float* next = all.next + all.row(gemm, tensor);
+  const float* reports = all.reports[tensor] + gemm * all.bins;
+  const float fp8_max = all.fp8_max[tensor];
   const float n = larger(state[kUses], 1.f);
   float amax = 0.f, before = 0.f, others = 0.f;
   for (int bin = 0; bin < all.bins; ++bin) amax = larger(amax, std::min(reports[bin], bin_edge(bin, all.bins)));
@@ -21,22 +22,19 @@ void update(const StateBuffers& s, int64_t row, const States& all) {
     next[kHistory + (i + 1) % all.length] = mended;
   }
   next[kHistory + newest_of(all.length)] = amax;
-  const float old_scale = mended_scale(state[kScale], n, before, s.fp8_max, all.two_to_margin);
-  next[kScale] = next_scale(larger(amax, others), old_scale, s.fp8_max, all.two_to_margin);
+  const float old_scale = mended_scale(state[kScale], n, before, fp8_max, all.two_to_margin);
+  next[kScale] = next_scale(larger(amax, others), old_scale, fp8_max, all.two_to_margin);
   next[kUses] = 1.f;
 }
 
 }  // namespace
 
-ffi::Error UpdateState(In r0, In s0, In r1, In s1, In r2, In s2, Out next0, Out next1, Out next2, StateAttributes a) {
-  States states(a);
-  for (const Check& check :
-       {add_state(states, a.fp8_max_0, r0, s0, next0), add_state(states, a.fp8_max_1, r1, s1, next1),
-        add_state(states, a.fp8_max_2, r2, s2, next2)}) {
-    if (check.failed()) return check.error();
-  }
-  for (int i = 0; i < states.count; ++i) {
-    for (int64_t row = 0; row < states.rows; ++row) update(states.state[i], row, states);
+ffi::Error UpdateState(In states, In r0, In r1, In r2, Out next, StateAttributes a) {
+  States s;
+  const Check check = check_states(s, states, {&r0, &r1, &r2}, next, a);
+  if (check.failed()) return check.error();
+  for (int64_t gemm = 0; gemm < s.gemms; ++gemm) {
+    for (int tensor = 0; tensor < s.tensors; ++tensor) update(s, gemm, tensor);
   }
   return ffi::Error::Success();
 }

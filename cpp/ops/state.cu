@@ -20,10 +20,12 @@ __device__ __forceinline__ float largest_of_block(float value) {
 }
 
 __global__ void __launch_bounds__(kThreads) update_states(const States all) {
-  const StateBuffers& s = all.state[blockIdx.y];
-  const int64_t row = blockIdx.x, length = all.length;
-  const float* const state = s.state + row * (kHistory + length);
-  float* const next = s.next + row * (kHistory + length);
+  const int64_t gemm = blockIdx.x, length = all.length;
+  const int tensor = blockIdx.y;
+  const float* const state = all.state + all.row(gemm, tensor);
+  float* const next = all.next + all.row(gemm, tensor);
+  const float* const reports = all.reports[tensor] + gemm * all.bins;
+  const float fp8_max = all.fp8_max[tensor];
   const float stored = state[kScale], n = larger(state[kUses], 1.f);
   float before = 0.f, others = 0.f, amax = 0.f;
   for (int64_t i = threadIdx.x; i < length; i += kThreads) {
@@ -34,30 +36,26 @@ __global__ void __launch_bounds__(kThreads) update_states(const States all) {
     next[kHistory + (i + 1) % length] = mended;
   }
   for (int bin = threadIdx.x; bin < all.bins; bin += kThreads) {
-    amax = larger(amax, fminf(s.reports[row * all.bins + bin], bin_edge(bin, all.bins)));
+    amax = larger(amax, fminf(reports[bin], bin_edge(bin, all.bins)));
   }
   amax = largest_of_block(amax);
   if (!all.most_recent) others = largest_of_block(others);
   if (n > 1.f) before = largest_of_block(before);
   if (threadIdx.x) return;
   next[kHistory + newest_of(length)] = amax;
-  const float old_scale = mended_scale(stored, n, before, s.fp8_max, all.two_to_margin);
-  next[kScale] = next_scale(larger(amax, others), old_scale, s.fp8_max, all.two_to_margin);
+  const float old_scale = mended_scale(stored, n, before, fp8_max, all.two_to_margin);
+  next[kScale] = next_scale(larger(amax, others), old_scale, fp8_max, all.two_to_margin);
   next[kUses] = 1.f;
 }
 
 }  // namespace
 
-ffi::Error UpdateState(cudaStream_t stream, In r0, In s0, In r1, In s1, In r2, In s2, Out next0, Out next1, Out next2,
-                       StateAttributes a) {
-  States states(a);
-  for (const Check& check :
-       {add_state(states, a.fp8_max_0, r0, s0, next0), add_state(states, a.fp8_max_1, r1, s1, next1),
-        add_state(states, a.fp8_max_2, r2, s2, next2)}) {
-    if (check.failed()) return check.error();
-  }
-  if (states.rows == 0) return ffi::Error::Success();
-  update_states<<<dim3(static_cast<unsigned>(states.rows), states.count), kThreads, 0, stream>>>(states);
+ffi::Error UpdateState(cudaStream_t stream, In states, In r0, In r1, In r2, Out next, StateAttributes a) {
+  States s;
+  const Check check = check_states(s, states, {&r0, &r1, &r2}, next, a);
+  if (check.failed()) return check.error();
+  if (s.gemms == 0) return ffi::Error::Success();
+  update_states<<<dim3(static_cast<unsigned>(s.gemms), s.tensors), kThreads, 0, stream>>>(s);
   TE_CUDA_CHECK(cudaGetLastError());
   return ffi::Error::Success();
 }

@@ -1,7 +1,7 @@
-// te_update_state: the arithmetic of core/scaling.h for the states of one GEMM, up to three. Any leading axes are so
-// many states.
+// te_update_state: the arithmetic of core/scaling.h for the states of one GEMM, of up to three tensors. Any leading
+// axes are so many GEMMs.
 //
-//   for each: reports f32[.., bins], state f32[.., 2 + H] -> state f32[.., 2 + H]
+//   states f32[.., T, 2 + H], of each tensor reports f32[.., bins] -> states f32[.., T, 2 + H]
 //
 // What the numbers mean is said in transformer_engine_jax/quantized.py.
 #pragma once
@@ -16,44 +16,48 @@ struct StateAttributes {
   bool most_recent;                       // the newest amax, not the largest of the history, sets the scale
 };
 
-struct StateBuffers {
-  const float *reports, *state;
-  float* next;
-  float fp8_max;
-};
-
-// The states of one call, one after the other in memory for each of its `rows`.
-constexpr int kMostStates = 3;
+// One call, and in it a state: the row of numbers of one tensor of one GEMM.
 struct States {
-  StateBuffers state[kMostStates];
-  int count = 0;
-  int64_t rows = 0;    // states on the leading axes of each
-  int64_t length = 0;  // of the history
+  static constexpr int kMost = 3;
+  const float* state;
+  float* next;
+  const float* reports[kMost] = {};
+  float fp8_max[kMost];
+  int tensors = 0;
   int bins = 0;
+  int64_t gemms = 0;
+  int64_t length = 0;  // of the history
   float two_to_margin;
   bool most_recent;
 
-  explicit States(const StateAttributes& a) : two_to_margin(a.two_to_margin), most_recent(a.most_recent) {}
+  TE_EVERYWHERE int64_t row(int64_t gemm, int tensor) const { return (gemm * tensors + tensor) * (kHistory + length); }
 };
 
-// Adds a state to `states`, unless it is absent; the first may not be.
-inline Check add_state(States& states, float fp8_max, const In& reports, const In& state, Out& next) {
+inline Check check_states(States& s, const In& states, std::initializer_list<const In*> reports, Out& next,
+                          const StateAttributes& a) {
   Check check("te_update_state");
-  if (states.count && absent(state)) return check;
-  check.dtype("reports", reports, DType::F32).axes("reports", reports, 1);
-  check.dtype("state", state, DType::F32).axes("state", state, 1);
+  check.dtype("states", states, DType::F32).axes("states", states, 2);
   if (check.failed()) return check;
-  const Matrix r = matrix(reports, 1), m = matrix(state, 1);
-  check.that(m.cols > kHistory, "state", "a scale, its uses and at least one amax", state);
-  if (states.count == 0) {
-    states.rows = m.rows, states.length = m.cols - kHistory, states.bins = static_cast<int>(r.cols);
+  const auto dims = states.dimensions();
+  const int64_t tensors = dims[dims.size() - 2], width = dims[dims.size() - 1];
+  const int64_t gemms = tensors && width ? static_cast<int64_t>(states.element_count()) / (tensors * width) : 0;
+  check.that(width > kHistory, "states", "a scale, its uses and at least one amax", states);
+  check.dtype("next", *next, DType::F32).size("next", *next, gemms * tensors, width);
+  for (const In* of_tensor : reports) {
+    if (absent(*of_tensor)) continue;
+    check.dtype("reports", *of_tensor, DType::F32).axes("reports", *of_tensor, 1);
+    if (check.failed()) return check;
+    const Matrix r = matrix(*of_tensor, 1);
+    if (s.tensors == 0) s.bins = static_cast<int>(r.cols);
+    check.that(r.rows == gemms, "reports", "one row for each GEMM", *of_tensor);
+    check.that(r.cols == s.bins, "reports", "as many bins as the first tensor's", *of_tensor);
+    s.reports[s.tensors++] = r.as<float>();
   }
-  check.that(m.rows == states.rows && m.cols == states.length + kHistory, "state", "the shape of the first", state);
-  check.that(r.cols == states.bins, "reports", "as many bins as the first state's", reports);
-  check.that(r.rows == states.rows, "reports", "one row for each state", reports);
-  check.dtype("next", *next, DType::F32).size("next", *next, m.rows, m.cols);
+  check.that(s.tensors == tensors, "states", "those of as many tensors as have reports", states);
   if (check.failed()) return check;
-  states.state[states.count++] = {r.as<float>(), m.as<float>(), next->typed_data<float>(), fp8_max};
+  s.state = states.typed_data<float>(), s.next = next->typed_data<float>();
+  s.fp8_max[0] = a.fp8_max_0, s.fp8_max[1] = a.fp8_max_1, s.fp8_max[2] = a.fp8_max_2;
+  s.gemms = gemms, s.length = width - kHistory, s.two_to_margin = a.two_to_margin, s.most_recent = a.most_recent;
   return check;
 }
 

@@ -130,7 +130,7 @@ def test_a_run_that_was_stopped_at_its_end_is_evaluated(finished, tmp_path):
 
 def test_checkpoint_holds_fp8_state(finished):
     state = final_state(finished("delayed") / "delayed")["variables"]["_overwrite_with_gradient"]
-    scales = [np.asarray(packed)[..., 0] for packed in jax.tree.leaves(state)]  # QuantizerState.packed
+    scales = [np.asarray(packed)[..., 0] for packed in jax.tree.leaves(state)]  # GemmState.packed
     assert scales and all(scale != 1 for scale in scales), "each quantizer has left its initial scale"
 
 

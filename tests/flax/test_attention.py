@@ -168,7 +168,7 @@ def test_fp8_is_the_emulated_one(rec):
         if rec.stateful:
             variables = steps.settle(run, variables, X, steps=4)
             for name, state in variables[STATE_COLLECTION].items():
-                scales = [float(state[f"gemm_{o}"].scale) for o in ("x", "kernel", "grad")]
+                scales = [float(one.scale) for one in state["gemm_state"].states().values()]
                 roundings[name] = emulated.roundings(rec, scales)
         y, (grads, dx) = steps.step(run, variables, X)
     plain = lambda v, x: plain_mha(v, x, causal=True, roundings=roundings)[0]

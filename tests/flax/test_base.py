@@ -43,10 +43,10 @@ def test_single_use_is_exact():
     with steps.autocast(DELAYED):
         _, (grads, _) = steps.step(MODULE.apply, variables, X)
     state = grads[STATE_COLLECTION]
-    assert set(state) == {"gemm_x", "gemm_kernel", "gemm_grad"}
-    assert_scale(state["gemm_x"], amax(X), E4M3, exact=True)
-    assert_scale(state["gemm_kernel"], amax(variables["params"]["kernel"]), E4M3, exact=True)
-    assert_scale(state["gemm_grad"], amax(steps.weights(0, X.shape)), E5M2, exact=True)
+    assert set(state) == {"gemm_state"}
+    assert_scale(state["gemm_state"].x, amax(X), E4M3, exact=True)
+    assert_scale(state["gemm_state"].kernel, amax(variables["params"]["kernel"]), E4M3, exact=True)
+    assert_scale(state["gemm_state"].grad, amax(steps.weights(0, X.shape)), E5M2, exact=True)
 
 
 class Twice(nn.Module):
@@ -74,10 +74,10 @@ def test_used_twice_in_a_step(how):
             variables = {**variables, STATE_COLLECTION: grads[STATE_COLLECTION]}
             history.append(factor * max(amax(X), amax(X2)))
             state = grads[STATE_COLLECTION].get("shared", grads[STATE_COLLECTION])
-            assert_scale(state["gemm_x"], max(history), E4M3, exact=False)
-            assert_scale(state["gemm_kernel"], amax(jax.tree.leaves(variables["params"])[0]), E4M3, exact=False)
-            assert float(state["gemm_x"].amax_history.max()) <= 1.25 * max(history)
-            assert sum(np.asarray(state["gemm_x"].amax_history) > 0) == len(history), "the history rolls once"
+            assert_scale(state["gemm_state"].x, max(history), E4M3, exact=False)
+            assert_scale(state["gemm_state"].kernel, amax(jax.tree.leaves(variables["params"])[0]), E4M3, exact=False)
+            assert float(state["gemm_state"].x.amax_history.max()) <= 1.25 * max(history)
+            assert sum(np.asarray(state["gemm_state"].x.amax_history) > 0) == len(history), "the history rolls once"
 
 
 def test_used_in_two_jitted_calls():
@@ -95,7 +95,7 @@ def test_used_in_two_jitted_calls():
             history.append(factor * max(amax(X), amax(X2)))
             # The scale that a step starts from shows in the next one of a step that observes next to nothing.
             _, (probe, _) = steps.step(MODULE.apply, variables, 1e-3 * X)
-            scale, right = float(probe[STATE_COLLECTION]["gemm_x"].scale), 448 / max(history)
+            scale, right = float(probe[STATE_COLLECTION]["gemm_state"].x.scale), 448 / max(history)
             assert 0.49 * right <= scale <= right * (1 + 1e-6), "an amax is at most twice too large"
 
 
@@ -126,9 +126,9 @@ def test_a_loss_summed_over_microbatches(how):
             variables = {**variables, STATE_COLLECTION: grads[STATE_COLLECTION]}
             history.append(amax(factor * batches))
             state = grads[STATE_COLLECTION]
-            assert_scale(state["gemm_x"], max(history), E4M3, exact=False)
-            assert_scale(state["gemm_kernel"], amax(variables["params"]["kernel"]), E4M3, exact=False)
-            assert sum(np.asarray(state["gemm_x"].amax_history) > 0) == len(history), "the history rolls once"
+            assert_scale(state["gemm_state"].x, max(history), E4M3, exact=False)
+            assert_scale(state["gemm_state"].kernel, amax(variables["params"]["kernel"]), E4M3, exact=False)
+            assert sum(np.asarray(state["gemm_state"].x.amax_history) > 0) == len(history), "the history rolls once"
 
 
 def test_vmap_of_grad():
@@ -216,7 +216,7 @@ class Experts(nn.Module):
 def test_vmap_of_a_module_is_one_by_one():
     x = jnp.stack([X, 3 * X2])
     variables = steps.randomized(steps.init(Experts(), x, rec=DELAYED))
-    assert variables[STATE_COLLECTION]["experts"]["gemm_1_x"].amax_history.shape == (2, 4)
+    assert variables[STATE_COLLECTION]["experts"]["gemm_1_state"].x.amax_history.shape == (2, 4)
     one = LayerNormMLP(intermediate_dim=32)
     with steps.autocast(DELAYED):
         y, (grads, dx) = steps.step(Experts().apply, variables, x)
@@ -251,8 +251,9 @@ def test_training_recovers_from_a_bad_batch(bad):
     assert all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves((y, grads)))
     testing.assert_close(y[0], clean[0], 0.1)
     testing.assert_close(grads["params"], before["params"], 0.2)
-    for name in ("gemm_1_x", "gemm_1_kernel", "gemm_2_kernel"):
-        testing.assert_close(grads[STATE_COLLECTION][name].scale, before[STATE_COLLECTION][name].scale, 1e-6, name)
+    states = lambda g: (g[STATE_COLLECTION]["gemm_1_state"], g[STATE_COLLECTION]["gemm_2_state"])
+    scales = lambda first, second: (first.x.scale, first.kernel.scale, second.kernel.scale)
+    testing.assert_close(scales(*states(grads)), scales(*states(before)), 1e-6)
 
 
 @pytest.mark.parametrize("rec", [None, CURRENT], ids=["off", "current scaling"])
@@ -329,8 +330,8 @@ def test_calibrating_records_without_rounding():
     with te.autocast(False, DELAYED, calibrating=True):
         y, (grads, _) = steps.step(MODULE.apply, variables, X)
     testing.assert_close(y, np.asarray(X) @ np.asarray(variables["params"]["kernel"]), emulated.F32)
-    assert_scale(grads[STATE_COLLECTION]["gemm_x"], amax(X), E4M3, exact=True)
-    assert_scale(grads[STATE_COLLECTION]["gemm_kernel"], amax(variables["params"]["kernel"]), E4M3, exact=True)
+    assert_scale(grads[STATE_COLLECTION]["gemm_state"].x, amax(X), E4M3, exact=True)
+    assert_scale(grads[STATE_COLLECTION]["gemm_state"].kernel, amax(variables["params"]["kernel"]), E4M3, exact=True)
 
 
 def test_variables_survive_serialization():
@@ -362,4 +363,4 @@ def test_flax_train_state_overwrites_the_state_and_trains():
             state, loss = train(state)
             losses.append(float(loss))
     assert losses[-1] < 0.2 * losses[0], losses[::10]
-    assert int((state.params[STATE_COLLECTION]["gemm_1_x"].amax_history > 0).sum()) == DELAYED.amax_history_len
+    assert int((state.params[STATE_COLLECTION]["gemm_1_state"].x.amax_history > 0).sum()) == DELAYED.amax_history_len

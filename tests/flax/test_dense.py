@@ -24,7 +24,7 @@ X4 = X.reshape(4, 8, 4, 16)
 
 def gemm_roundings(variables, gemm: str = "gemm", rec=DELAYED):
     state = variables[STATE_COLLECTION]
-    return emulated.roundings(rec, [float(state[f"{gemm}_{o}"].scale) for o in ("x", "kernel", "grad")])
+    return emulated.roundings(rec, [float(one.scale) for one in state[f"{gemm}_state"].states().values()])
 
 
 # --- Parameters ------------------------------------------------------------------------------------------------------
@@ -72,13 +72,13 @@ def test_parameters(module, expected):
 
 
 @pytest.mark.parametrize("module", [DenseGeneral, LayerNormDenseGeneral])
-def test_state_is_one_quantizer_for_each_operand(module):
+def test_state_is_one_for_each_operand(module):
     with steps.autocast(DELAYED):
         shapes = jax.eval_shape(partial(module(features=(3, 16)).init, jax.random.key(0)), X)
-    assert set(shapes[STATE_COLLECTION]) == {"gemm_x", "gemm_kernel", "gemm_grad"}
-    for state in shapes[STATE_COLLECTION].values():
-        assert (state.scale.shape, state.amax_history.shape) == ((), (4,))
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32"}
+    assert set(shapes[STATE_COLLECTION]) == {"gemm_state"}
+    state = shapes[STATE_COLLECTION]["gemm_state"]
+    assert list(state.states()) == ["x", "kernel", "grad"] and state.packed.dtype == jnp.float32
+    assert all((one.scale.shape, one.amax_history.shape) == ((), (4,)) for one in state.states().values())
 
 
 @pytest.mark.parametrize("axis, fan_in", [(-1, 16), ((-2, -1), 64)])
@@ -332,7 +332,7 @@ def test_sharded_is_unsharded(resource, explicit):
         testing.assert_close(got, expected, FLIP if rec else F32)
         if rec:
             got, expected = (g[1][0][STATE_COLLECTION] for g in (got, expected))
-            inputs = lambda s: (s["column"]["gemm_x"], s["column"]["gemm_kernel"], s["row"]["gemm_kernel"], s["row"]["gemm_grad"])  # noqa: E501  # fmt: skip
+            inputs = lambda s: (s["column"]["gemm_state"].x, s["column"]["gemm_state"].kernel, s["row"]["gemm_state"].kernel, s["row"]["gemm_state"].grad)  # noqa: E501  # fmt: skip
             testing.assert_same_bytes(inputs(got), inputs(expected))
 
 

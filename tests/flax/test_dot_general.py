@@ -47,10 +47,10 @@ def test_inside_flax_layers(name, rec):
     variables = steps.randomized(steps.init(module, X))
     assert set(variables["params"]) == {"kernel", "bias"}
     if rec.stateful:
-        assert set(variables[STATE_COLLECTION]["Fp8_dot_general_0"]) == {"gemm_x", "gemm_kernel", "gemm_grad"}
+        assert set(variables[STATE_COLLECTION]["Fp8_dot_general_0"]) == {"gemm_state"}
         variables = steps.settle(module.apply, variables, X, steps=2)
         state = variables[STATE_COLLECTION]["Fp8_dot_general_0"]
-        roundings = emulated.roundings(rec, [float(state[f"gemm_{o}"].scale) for o in ("x", "kernel", "grad")])
+        roundings = emulated.roundings(rec, [float(one.scale) for one in state["gemm_state"].states().values()])
     else:
         assert set(variables) == {"params"}
         roundings = emulated.roundings(rec)
@@ -70,7 +70,8 @@ def test_the_recipe_may_come_from_the_context():
         variables = te_flax.init_state(module, variables, X)
         y, (grads, _) = steps.step(module.apply, variables, X)
     assert 0.005 < testing.relative_error(y, plain.apply({"params": variables["params"]}, X)) < 0.1
-    assert float(grads[STATE_COLLECTION]["Fp8_dot_general_0"]["gemm_x"].amax_history[1]) == float(jnp.abs(X).max())
+    state = grads[STATE_COLLECTION]["Fp8_dot_general_0"]["gemm_state"]
+    assert float(state.x.amax_history[1]) == float(jnp.abs(X).max())
     # A state that the context does not want leaves the step as it came.
     _, (grads, _) = steps.step(module.apply, variables, X)
     testing.assert_same_bytes(grads[STATE_COLLECTION], variables[STATE_COLLECTION])
@@ -119,12 +120,12 @@ def test_a_function_of_two_products():
     module = te_flax.wrap_function_in_te_state_module(gated, DELAYED, "gated")()
     variables = module.init(jax.random.key(0), X, kernels)
     assert type(module).__name__ == "Fp8_gated"
-    assert set(variables[STATE_COLLECTION]) == {f"{n}_{o}" for n in ("gate", "up") for o in ("x", "kernel", "grad")}
+    assert set(variables[STATE_COLLECTION]) == {"gate_state", "up_state"}
     (y, _), (grads, *_) = steps.step(module.apply, variables, X, kernels)
     exact, _ = gated(lambda name: None, X, kernels)
     assert 0.01 < testing.relative_error(y, exact) < 3 * emulated.fp8_bound(jnp.float8_e4m3fn, jnp.float8_e4m3fn)
     state = grads[STATE_COLLECTION]
-    assert float(state["up_kernel"].amax_history[1]) == float(jnp.abs(kernels[1]).max())
+    assert float(state["up_state"].kernel.amax_history[1]) == float(jnp.abs(kernels[1]).max())
 
 
 @pytest.mark.parametrize("name", ["dense", "batch"])

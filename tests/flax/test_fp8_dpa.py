@@ -31,7 +31,7 @@ FIELDS = dict(
     attention_dropout=0.0, scale_attn_logits=True, enable_relative_embedding=False, layernorm_type="rmsnorm",
 )  # fmt: skip
 LAYER = TransformerLayer(**FIELDS)
-NAMES = {"attention_query", "attention_key", "attention_value"}
+NAMES = {"attention_state"}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def choices(module, variables, *args) -> set[str]:
 
 def paths(variables) -> set[str]:
     found = flax.traverse_util.flatten_dict(variables.get(STATE_COLLECTION, {}), sep="/")
-    return {path for path in found if "attention_" in path}
+    return {path for path in found if "attention_state" in path}
 
 
 def test_states_are_made_where_the_recipe_has_fp8_dpa():
@@ -72,7 +72,7 @@ def test_variables_without_them_get_them_from_init_state():
         old = steps.settle(LAYER.apply, old, X, steps=2)
         LAYER.apply(old, X)
     with steps.autocast(DELAYED):
-        with pytest.raises(ValueError, match="core_attention: FP8 state 'attention_query'.*te_flax.init_state"):
+        with pytest.raises(ValueError, match="core_attention: FP8 state 'attention_state'.*te_flax.init_state"):
             LAYER.apply(old, X)
         new = te_flax.init_state(LAYER, old, X)
     added = flax.traverse_util.flatten_dict(new[STATE_COLLECTION])
@@ -105,7 +105,7 @@ def state_after(module, *args):
 def test_a_step_updates_them_exactly():
     state = state_after(ATTENTION, Q, KEY, VALUE)
     for name, x in (("query", Q), ("key", KEY), ("value", VALUE)):
-        one = state[f"attention_{name}"]
+        one = getattr(state["attention_state"], name)
         assert one.scale == np.float32(448) / amax(x) and one.amax_history.max() == amax(x)
 
 
@@ -158,7 +158,7 @@ class Twice(nn.Module):
 def test_used_twice_in_a_step():
     state = state_after(Twice(), Q, KEY, VALUE)["shared"]
     for name, largest in (("query", 4 * amax(Q)), ("key", amax(KEY)), ("value", amax(VALUE))):
-        one = state[f"attention_{name}"]
+        one = getattr(state["attention_state"], name)
         assert largest <= one.amax_history.max() <= 1.25 * largest and (one.amax_history > 0).sum() == 1
         assert one.uses == 1
 
@@ -211,7 +211,7 @@ def test_scan_and_remat_change_nothing(fields):
     testing.assert_close((got, got_dx), (out, dx), bound)
     expected = layout(grads)
     flat = lambda tree: {k: v for k, v in flax.traverse_util.flatten_dict(tree).items() if "core_attention" in k}
-    assert len(flat(got_grads)) == (3 if fields.get("scanned") else 6)
+    assert len(flat(got_grads)) == (1 if fields.get("scanned") else 2)
     testing.assert_close(flat(got_grads), flat(expected), bound)
 
 

@@ -65,7 +65,7 @@ def test_states_restored_as_mappings_are_states():
         apply = partial(MLP.apply, deterministic=True)
         settled = steps.settle(apply, variables, X)
         raw = flax.serialization.msgpack_restore(flax.serialization.to_bytes(settled))
-        assert isinstance(raw[STATE_COLLECTION]["gemm_1_x"], dict)
+        assert isinstance(raw[STATE_COLLECTION]["gemm_1_state"]["x"], dict)
         testing.assert_same_bytes(apply(raw, X), apply(settled, X))
         made = te_flax.init_state(MLP, raw, X, deterministic=True)
         testing.assert_same_bytes(made[STATE_COLLECTION], dict(settled[STATE_COLLECTION]))
@@ -76,16 +76,16 @@ def test_states_that_fit_are_kept_and_others_start_anew():
     with steps.autocast(DELAYED):
         settled = steps.settle(partial(MLP.apply, deterministic=True), variables, X)
         state = dict(settled[STATE_COLLECTION])
-        lost = state.pop("gemm_2_x")
+        lost = state.pop("gemm_2_state")
         given = {**settled, STATE_COLLECTION: state, "other": {"a": X}}
         made = te_flax.init_state(MLP, given, X, deterministic=False, rngs={"dropout": jax.random.key(0)})
-    assert made["other"] is given["other"] and float(lost.scale) != 1
-    testing.assert_same_bytes({k: v for k, v in made[STATE_COLLECTION].items() if k != "gemm_2_x"}, state)
-    testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_2_x"], te.QuantizerState.create(DELAYED))
+    assert made["other"] is given["other"] and float(lost.x.scale) != 1
+    testing.assert_same_bytes({k: v for k, v in made[STATE_COLLECTION].items() if k != "gemm_2_state"}, state)
+    testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_2_state"], te.GemmState.create(DELAYED))
     longer = te.recipe.DelayedScaling(amax_history_len=7)
     with steps.autocast(longer):
         made = te_flax.init_state(MLP, settled, X, deterministic=True)
-        testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_1_x"], te.QuantizerState.create(longer))
+        testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_1_state"], te.GemmState.create(longer))
         MLP.apply(made, X, deterministic=True)
     with steps.autocast(CURRENT):
         assert set(te_flax.init_state(MLP, settled, X, deterministic=True)) == {"params"}
@@ -135,7 +135,8 @@ def test_inference_reads_scales_and_never_updates_them():
     testing.assert_same_bytes(jax.device_get(variables), before)
     # The scales are read: with others FP8 rounds elsewhere.
     state = {**variables[STATE_COLLECTION]}
-    state["gemm_1_x"] = te.QuantizerState.pack(3.7, state["gemm_1_x"].amax_history, state["gemm_1_x"].uses)
+    of_first = state["gemm_1_state"]
+    state["gemm_1_state"] = of_first.replace(x=of_first.x._replace(scale=3.7))
     with steps.autocast(DELAYED):
         (other, _), _ = infer({**variables, STATE_COLLECTION: state}, X)
     assert 1e-3 < testing.relative_error(other, first) < 0.2

@@ -215,14 +215,14 @@ def test_parameters():
     assert steps.layout(shapes) == {**moved, **of("output_layernorm", NORM)}
 
 
-def test_state_has_one_quantizer_for_each_operand_of_four_products():
+def test_four_products_have_a_state_each():
     with steps.autocast(DELAYED):
         shapes = jax.eval_shape(partial(Layer().init, jax.random.key(0)), X)
-    operands = ("x", "kernel", "grad")
-    assert {m: set(s) for m, s in shapes[STATE_COLLECTION]["attention"].items()} == {
-        m: {f"gemm_{o}" for o in operands} for m in ("qkv", "out")
-    }
-    assert set(shapes[STATE_COLLECTION]["mlp"]) == {f"gemm_{i}_{o}" for i in (1, 2) for o in operands}
+    attention, mlp = (shapes[STATE_COLLECTION][name] for name in ("attention", "mlp"))
+    assert {name: set(states) for name, states in attention.items()} == {"qkv": {"gemm_state"}, "out": {"gemm_state"}}
+    assert set(mlp) == {"gemm_1_state", "gemm_2_state"}
+    leaves = jax.tree.leaves(shapes[STATE_COLLECTION])
+    assert [leaf.shape for leaf in leaves] == 4 * [(3, 2 + DELAYED.amax_history_len)]
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,10 @@ def test_sharded_is_unsharded(resource, explicit, rec):
     got, expected = (g[1][0][STATE_COLLECTION] for g in (got, expected))
     if rec:  # of what no product comes before
         for state in (got, expected):
-            state["same"] = [state["attention"]["qkv"][f"gemm_{o}"] for o in ("x", "kernel")]
-            state["same"] += [state["mlp"][f"gemm_{o}"] for o in ("1_kernel", "2_kernel", "2_grad")]
+            qkv, first, second = (
+                state["attention"]["qkv"]["gemm_state"], state["mlp"]["gemm_1_state"], state["mlp"]["gemm_2_state"]
+            )  # fmt: skip
+            state["same"] = [qkv.x, qkv.kernel, first.kernel, second.kernel, second.grad]
         testing.assert_same_bytes(got["same"], expected["same"])
 
 

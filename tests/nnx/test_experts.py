@@ -29,9 +29,9 @@ def test_stacked_modules_have_a_state_each():
         _, (grads, _) = twins.step(nnx.vmap(twins.call, in_axes=(0, 0), out_axes=0), model, x)
     amax = lambda a: np.abs(np.asarray(a)).max(axis=(1, 2))
     states = twins.states_of(grads)
-    np.testing.assert_array_equal(states["gemm_x"].amax_history[:, 1], amax(x))
-    np.testing.assert_array_equal(states["gemm_kernel"].amax_history[:, 1], amax(model.kernel.get_value()))
-    np.testing.assert_array_equal(states["gemm_grad"].amax_history[:, 1], amax(steps.weights(0, x.shape)))
+    np.testing.assert_array_equal(states["gemm_state.x"].amax_history[:, 1], amax(x))
+    np.testing.assert_array_equal(states["gemm_state.kernel"].amax_history[:, 1], amax(model.kernel.get_value()))
+    np.testing.assert_array_equal(states["gemm_state.grad"].amax_history[:, 1], amax(steps.weights(0, x.shape)))
 
 
 def test_remat_with_a_policy():

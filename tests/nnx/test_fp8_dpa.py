@@ -39,7 +39,7 @@ def made(cls, *sizes, rec=DELAYED, **fields):
 
 
 def attention_states(model) -> set[str]:
-    return {path for path in twins.states(model) if "attention_" in path}
+    return {path for path in twins.states(model) if "attention_state" in path}
 
 
 @pytest.mark.parametrize("rec", [DELAYED, CURRENT, None], ids=["delayed", "current", "off"])
@@ -72,7 +72,7 @@ def test_states_are_made_where_the_recipe_has_fp8_dpa_or_added():
         assert not attention_states(model)
         with steps.autocast(DELAYED):
             if rec is not None:
-                with pytest.raises(ValueError, match=r"FP8 states attention_query.*got none.*init_fp8_state"):
+                with pytest.raises(ValueError, match=r"FP8 state attention_state.*got none.*init_fp8_state"):
                     model(X)
             te_nnx.init_fp8_state(model)
             model(X)

@@ -159,7 +159,7 @@ def test_one_module_scanned_over_inputs_updates_its_state_once():
             out, (grads, _) = twins.step(run, model, X)
             testing.assert_close(out, whole, 4 * F32)
             # Reports add up to 25 % more. A state that NNX hands to each pass adds up itself: at most the sum, once.
-            state = twins.states_of(grads)["gemm_x"]
+            state = twins.states_of(grads)["gemm_state.x"]
             assert state.uses == uses and (state.amax_history > 0).sum() == 1
             assert largest <= state.amax_history.max() <= excess * largest
         te_nnx.update_state(model, grads)

@@ -59,11 +59,12 @@ def call(model, *args):
 
 
 def states(model: nnx.Module) -> dict[str, QuantizerState]:
-    """All FP8 states of a model, by their path."""
+    """The FP8 state of each tensor of a model, by its path and name: "qkv/gemm_state.x"."""
     return states_of(nnx.state(model))
 
 
 def states_of(state) -> dict[str, QuantizerState]:
-    """All FP8 states of the state or the gradient of a model, by their path."""
+    """The same of the state, or the gradient, of a model."""
     found = nnx.to_flat_state(nnx.state(state, te_nnx.Fp8State))
-    return {"/".join(map(str, path)): variable.get_value() for path, variable in found}
+    each = [("/".join(map(str, path)), variable.get_value().states()) for path, variable in found]
+    return {f"{path}.{name}": one for path, states in each for name, one in states.items()}

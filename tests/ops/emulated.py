@@ -15,7 +15,7 @@ import numpy as np
 from transformer_engine_jax import recipe
 from transformer_engine_jax.autocast import autocast
 from transformer_engine_jax.ops.quantize import cast, flush
-from transformer_engine_jax.quantized import GemmQuantizers, QuantizerState, attach, quantizer_spec
+from transformer_engine_jax.quantized import GemmQuantizers, GemmState, QuantizerState, attach, quantizer_spec
 
 # --- Bounds ----------------------------------------------------------------------------------------------------------
 
@@ -168,16 +168,15 @@ RECIPES = {
 
 
 def state(scale: float = 1.0, history_len: int = 4) -> QuantizerState:
-    fresh = QuantizerState.create(recipe.DelayedScaling(amax_history_len=history_len))
-    return fresh.replace(scale=scale)
+    return QuantizerState(jnp.float32(scale), jnp.zeros(history_len, jnp.float32), jnp.float32(1))
 
 
-def states(scales=SCALES) -> GemmQuantizers:
-    """QuantizerStates of one GEMM."""
-    return GemmQuantizers(*[state(s) for s in scales])
+def states(scales=SCALES) -> GemmState:
+    """The state of one GEMM."""
+    return GemmState.pack(**dict(zip(GemmState.TENSORS, map(state, scales))))
 
 
-def quantizers(gemm_states: GemmQuantizers, rec: recipe.Recipe, **context) -> GemmQuantizers:
+def quantizers(gemm_states: GemmState, rec: recipe.Recipe, **context) -> GemmQuantizers:
     """What ops take; the states' gradients will be their next values. A recipe without a state ignores them."""
     with autocast(not context.get("calibrating"), rec, **context):
         forward = quantizer_spec()
@@ -198,4 +197,4 @@ def next_state(scale: float, tensor, dtype, history_len: int = 4) -> QuantizerSt
     history = np.zeros(history_len, np.float32)
     history[1 % history_len] = amax
     new = np.float32(np.float32(jnp.finfo(dtype).max) / amax) if amax > 0 else np.float32(scale)
-    return state(new, history_len).replace(amax_history=history)
+    return state(new, history_len)._replace(amax_history=jnp.asarray(history))

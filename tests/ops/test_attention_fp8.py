@@ -20,7 +20,6 @@ from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, flash, fp8
 from transformer_engine_jax.ops.attention.flash import attention_fp8_fwd
 from transformer_engine_jax.ops.quantize import E4M3, cast
-from transformer_engine_jax.quantized import QuantizerState
 
 B, S, H, D = 2, 64, 4, 64
 GPU = jax.default_backend() == "gpu"
@@ -190,12 +189,11 @@ def test_operands_of_the_kernel_are_the_exact_casts(rec, monkeypatch):
     monkeypatch.setattr(fp8, "attention_fp8_fwd", spy)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     query, key, value, _ = inputs((H, 2, S, S, D))
-    state = [QuantizerState.pack(jnp.float32(s), jnp.full(4, 448 / s), jnp.float32(1)) for s in (64.0, 300.0, 37.0)]
-    state = te.AttentionState(*state) if rec is DELAYED else None
+    state = settled(64.0, 300.0, 37.0) if rec is DELAYED else None
     the_op(D, {}, rec)(query, key, value, state)
     ((q, k, v, *scales), *_) = seen
-    for codes, descale, x, i in zip((q, k, v), scales[:3], (query, key, value), range(3)):
-        scale = state[i].scale if rec is DELAYED else np.float32(448) / amax(x)
+    for codes, descale, x, name in zip((q, k, v), scales[:3], (query, key, value), te.AttentionState.TENSORS):
+        scale = getattr(state, name).scale if rec is DELAYED else np.float32(448) / amax(x)
         expected = cast(x.astype(jnp.float32) * scale, E4M3)  # 300 saturates
         testing.assert_same_bytes(codes.reshape(x.shape), expected)
         np.testing.assert_array_equal(np.float32(descale), np.float32(1) / np.float32(scale))
@@ -204,6 +202,12 @@ def test_operands_of_the_kernel_are_the_exact_casts(rec, monkeypatch):
 
 
 # --- States ----------------------------------------------------------------------------------------------------------
+
+
+def settled(*scales: float) -> te.AttentionState:
+    """With these scales, of histories that give them."""
+    states = [te.QuantizerState(jnp.float32(s), jnp.full(4, jnp.float32(448 / s))) for s in scales]
+    return te.AttentionState.pack(**dict(zip(te.AttentionState.TENSORS, states)))
 
 
 def stepped(op, query, key, value, state, dy):
@@ -216,7 +220,7 @@ def test_states_follow_the_delayed_rule_exactly():
     for factor in (1.0, 4.0, 0.5, 0.25, 0.125, 2.0):
         state = stepped(the_op(D, {}, DELAYED), factor * query, key, 2 * factor * value, state, dy)
         history = [factor, *history][: DELAYED.amax_history_len]
-        for one, x, factors in zip(state, (query, key, value), (1.0, 0.0, 2.0)):
+        for one, x, factors in zip(state.states().values(), (query, key, value), (1.0, 0.0, 2.0)):
             times = [factors * f if factors else 1.0 for f in history]
             np.testing.assert_array_equal(np.roll(one.amax_history, -1)[: len(times)], amax(x) * np.float32(times))
             assert one.scale == np.float32(448) / (amax(x) * np.float32(max(times)))
@@ -226,8 +230,9 @@ def test_nan_and_zeros_leave_the_scale():
     query, key, value, dy = inputs((H, 2, S, S, D))
     state = stepped(the_op(D, {}, DELAYED), query, key, value, te.AttentionState.create(DELAYED), dy)
     new = stepped(the_op(D, {}, DELAYED), query.at[0, 0].set(jnp.nan), 0 * key, value, state, dy)
-    assert [s.scale for s in new] == [s.scale for s in state]
-    assert new.query.amax_history[0] == 0 and np.isfinite(np.asarray(jax.tree.leaves(new)[1])).all()
+    scales = lambda state: [one.scale for one in state.states().values()]
+    assert scales(new) == scales(state)
+    assert new.query.amax_history[0] == 0 and np.isfinite(new.packed).all()
 
 
 def looped(op, wrap):
@@ -243,7 +248,7 @@ def test_used_several_times_in_a_step(wrap):
     query, key, value, dy = inputs((H, 2, S, S, D))
     create = te.AttentionState.create(DELAYED)
     new = stepped(looped(the_op(D, {}, DELAYED), wrap), query, key, value, create, dy)
-    for one, largest in zip(new, (3 * amax(query), amax(key), amax(value))):
+    for one, largest in zip(new.states().values(), (3 * amax(query), amax(key), amax(value))):
         assert largest <= one.amax_history.max() <= 1.25 * largest and (one.amax_history > 0).sum() == 1
         assert 448 / largest / 1.25 <= one.scale <= 448 / largest * (1 + 1e-6)
         assert one.uses == 1
@@ -332,7 +337,7 @@ INSTEAD = {
 def test_what_it_cannot_do_is_done_in_high_precision_and_keeps_states(case):
     sizes, fields, call, why = INSTEAD[case]
     query, key, value, dy = inputs(sizes, jnp.float32 if case == "f32 on a GPU" else jnp.bfloat16)
-    state = te.AttentionState(*[QuantizerState.pack(*map(jnp.float32, (s, [s] * 4, 1))) for s in (2.0, 3.0, 5.0)])
+    state = settled(2.0, 3.0, 5.0)
 
     def op(query, key, value, state, quantized=True):
         quantizers = te.attention_quantizers(state, DELAYED) if quantized else None

@@ -104,7 +104,7 @@ class Linear:
 
 def updated(model, grads, rate):
     """Weights by their gradients; a state by its own, which is the next state."""
-    is_state = lambda leaf: isinstance(leaf, te.QuantizerState)
+    is_state = lambda leaf: isinstance(leaf, te.GemmState)
     return jax.tree.map(lambda p, g: g if is_state(p) else p - rate * g, model, grads, is_leaf=is_state)
 
 
@@ -126,15 +126,15 @@ def test_a_pytree_model_trains_by_overwriting_states_with_their_gradients(rec):
     assert losses[-1] < 0.02 * losses[0], losses[::8]
     state = model.state
     if rec is CURRENT:
-        assert state == (None, None, None) and not jax.tree.leaves(state)
+        assert state == te.GemmState(None) and state.x is None and not jax.tree.leaves(state)
     else:
         assert float(state.x.scale) == np.float32(448) / np.float32(np.abs(np.asarray(x)).max())
-        assert all(bool((s.amax_history > 0).all()) for s in state), "40 steps fill a history of 4"
+        assert all(bool((s.amax_history > 0).all()) for s in state.states().values()), "40 steps fill a history of 4"
 
 
 def test_the_context_names_the_recipe_and_outside_of_it_the_state_is_kept():
     x, kernel, dims, _ = operands("matrix")
-    state = te.GemmState(*emulated.states())
+    state = emulated.states()
     f = jax.jit(jax.value_and_grad(lambda s: jnp.sum(te.fp8_dot_general(x, kernel, dims, s))))
     exact, kept = f(state)
     testing.assert_same_bytes(kept, state)
@@ -151,7 +151,7 @@ def test_the_context_names_the_recipe_and_outside_of_it_the_state_is_kept():
 
 def test_in_scan_and_vmap():
     x, weights = (jnp.asarray(a) for a in emulated.normal(4, (8, 16), (3, 16, 16)))
-    layers = Linear(weights / 4, jax.tree.map(lambda a: jnp.stack([a] * 3), te.GemmState(*emulated.states())))
+    layers = Linear(weights / 4, jax.tree.map(lambda a: jnp.stack([a] * 3), emulated.states()))
 
     def scanned(layers, x):
         return jax.lax.scan(lambda x, layer: (layer(x, DELAYED), None), x, layers)[0]
@@ -164,7 +164,7 @@ def test_in_scan_and_vmap():
     run = jax.jit(lambda f, *a: testing.gradients(f, a, KEY), static_argnums=0)
     testing.assert_close(run(scanned, layers, x), run(looped, layers, x), F32)
     testing.assert_close(
-        jax.vmap(lambda layer: layer(x, DELAYED))(layers), jnp.stack([Linear(w / 4, te.GemmState(*emulated.states()))(x, DELAYED) for w in weights]), F32  # noqa: E501
+        jax.vmap(lambda layer: layer(x, DELAYED))(layers), jnp.stack([Linear(w / 4, emulated.states())(x, DELAYED) for w in weights]), F32  # noqa: E501
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ X, K = jnp.ones((4, 8, 32)), jnp.ones((32, 16))
         (lambda: te.einsum("sk,kn->sn", X, K), ValueError, "the 3 axes of x"),
         (lambda: te.einsum("bsk,kk->bs", X, K), ValueError, "the 2 axes of kernel"),
         (lambda: te.einsum("bsk,kn->bn", X, K), ValueError, "each axis that only one operand has"),
-        (lambda: te.fp8_dot_general(X, K, (((2,), (0,)), ((), ())), recipe=DELAYED), ValueError, "needs a Quant"),
+        (lambda: te.fp8_dot_general(X, K, (((2,), (0,)), ((), ())), recipe=DELAYED), ValueError, "needs the states of"),
         (lambda: te.fp8_dot_general(X, K, (((2,), (0,)), ((), ())), {}), TypeError, "expected a GemmState"),
     ],
 )  # fmt: skip

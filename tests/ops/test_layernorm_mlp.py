@@ -198,7 +198,7 @@ def test_next_states_hold_the_amax_of_each_operand(calibrating):
     normed, a, dz = intermediate()
     tensors = ((normed, kernels[0], dz), (a, kernels[1], dy))
     for got, operands in zip(after, tensors):
-        for field, state, tensor in zip(got._fields, got, operands):
+        for (field, state), tensor in zip(got.states().items(), operands):
             expected = emulated.next_state(1.0, tensor, E5M2 if field == "grad" else E4M3)
             testing.assert_close(state, expected, F32, field)
 

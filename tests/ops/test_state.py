@@ -12,7 +12,6 @@ from transformer_engine_jax.ops.quantize import E4M3, E5M2, measure, quantize, q
 from transformer_engine_jax.ops.state import (
     BINS,
     Scaling,
-    in_threes,
     mended,
     packed,
     read,
@@ -63,20 +62,20 @@ def test_update_is_ieee_arithmetic(most_recent):
     window = AMAXES[:50] if most_recent else np.maximum(AMAXES[:50], history[:, 1:].max(1))
     expected = np.float32(448) / window / np.float32(2)
     turned = np.roll(np.concatenate([AMAXES[:50, None], history[:, 1:]], 1), 1, axis=1)
-    states = packed(*map(jnp.asarray, (scale, scale, history)))
-    for out in on_each_platform(lambda *a: update_state(*in_threes([a]), **rule), reports, states):
-        got_scale, got_uses, got_history = unpacked(out.state_0)
+    states = packed(*map(jnp.asarray, (scale, scale, history)))[:, None]
+    for out in on_each_platform(lambda *a: update_state(*a, **rule), states, reports):
+        got_scale, got_uses, got_history = unpacked(out[:, 0])
         np.testing.assert_array_equal(got_scale, expected)
         np.testing.assert_array_equal(got_history, turned)
-        assert out.state_1 is None and (got_uses == 1).all()
+        assert out.shape == states.shape and (got_uses == 1).all()
 
 
 def test_states_of_one_call_do_not_mix():
     rule = {**RULE, "fp8_max_1": 448.0, "fp8_max_2": 57344.0}
     amaxes = AMAXES[:3]
     one = jnp.float32(1)
-    of_each = [(report(jnp.float32(a)), packed(one, one, jnp.zeros(4).at[1].set(a / 2))) for a in amaxes]
-    for out in on_each_platform(lambda x: update_state(*in_threes(x), **rule), of_each):
+    states = jnp.stack([packed(one, one, jnp.zeros(4).at[1].set(a / 2)) for a in amaxes])
+    for out in on_each_platform(lambda *a: update_state(*a, **rule), states, *[report(jnp.float32(a)) for a in amaxes]):
         for (scale, _, history), amax, largest in zip(map(unpacked, out), amaxes, (448, 448, 57344)):
             assert scale == np.float32(largest) / amax / np.float32(2)
             np.testing.assert_array_equal(history, np.float32([0, amax, amax / 2, 0]))
@@ -89,12 +88,12 @@ def test_an_update_starts_from_the_mended_state(uses, length, most_recent):
     """A step that started from a sum of states, or of none, ends as if it had started from what stands for them."""
     rule = {**RULE, "most_recent": most_recent}
     history = jnp.asarray(AMAXES[:length]) * (uses > 0)
-    state = packed(jnp.float32(7 * uses), jnp.float32(uses), history)
+    state = packed(jnp.float32(7 * uses), jnp.float32(uses), history)[None]
     sound = mended(state, 448.0, 2.0, most_recent)
     for amax in (0.0, 3.0):
-        expected = update_state.reference(*in_threes([(report(jnp.float32(amax)), sound)]), **rule).state_0
-        for out in on_each_platform(lambda *a: update_state(*in_threes([a]), **rule), report(jnp.float32(amax)), state):
-            testing.assert_close(out.state_0, expected, 2.0**-22)  # as `same` says
+        expected = update_state.reference(sound, report(jnp.float32(amax)), **rule)
+        for out in on_each_platform(lambda *a: update_state(*a, **rule), state, report(jnp.float32(amax))):
+            testing.assert_close(out, expected, 2.0**-22)  # as `same` says
 
 
 # --- What kernels that cast make of an amax or a state ---------------------------------------------------------------
@@ -135,21 +134,22 @@ def test_a_current_scale_of_nothing_usable_is_one(bad):
 
 
 def test_the_scale_of_a_state_is_its_own():
-    for amax in AMAXES[:10]:
-        state = packed(jnp.float32(amax), jnp.float32(1), jnp.asarray(AMAXES[:5]))
-        assert_cast_with(state, Scaling("state", two_to_margin=2.0), amax)
+    for scales in AMAXES[:12].reshape(4, 3):
+        states = packed(jnp.asarray(scales), jnp.ones(3), jnp.asarray(AMAXES[:15].reshape(3, 5)))
+        for tensor, scale in enumerate(scales):
+            assert_cast_with(states, Scaling("states", two_to_margin=2.0, tensor=tensor), scale)
 
 
 def test_the_scale_of_added_or_missing_states_is_mended():
     one = jnp.float32(1)
-    assert_cast_with(packed(0 * one, 0 * one, jnp.zeros(3)), Scaling("state"), 1)
-    assert_cast_with(packed(jnp.nan * one, one, jnp.ones(3)), Scaling("state"), 1)
+    assert_cast_with(packed(0 * one, 0 * one, jnp.zeros(3))[None], Scaling("states"), 1)
+    assert_cast_with(packed(jnp.nan * one, one, jnp.ones(3))[None], Scaling("states"), 1)
     # Three updated states, added: all but the newest amax, which is in slot 1, are three times what they were.
     history = jnp.float32([3 * 7.0, 5.0, 3 * 2.0])
     for most_recent, window in ((False, 7.0), (True, 5.0)):
-        scaling = Scaling("state", two_to_margin=2.0, most_recent=most_recent)
-        assert_cast_with(packed(3 * one, 3 * one, history), scaling, np.float32(448) / np.float32(window) / 2)
-    assert_cast_with(packed(3 * one, 3 * one, jnp.zeros(3)), Scaling("state"), 1)  # no amax: the scale of each, 1
+        scaling = Scaling("states", two_to_margin=2.0, most_recent=most_recent)
+        assert_cast_with(packed(3 * one, 3 * one, history)[None], scaling, np.float32(448) / np.float32(window) / 2)
+    assert_cast_with(packed(3 * one, 3 * one, jnp.zeros(3))[None], Scaling("states"), 1)  # no amax: of each
 
 
 @pytest.mark.parametrize("kind", ["quantize", "quantize_stack", "layernorm", "rmsnorm", "activation", "its gradient"])
@@ -168,12 +168,13 @@ def test_every_cast_takes_its_scale_from_amaxes_and_states(kind):
     wanted = {"dtype": E4M3, "report": True, "scale_inv": True}
 
     def all_ways(amax, scale, state):
-        from_state = lambda s: cast(s, scaling=Scaling("state"), **wanted)
+        from_state = lambda s: cast(s, scaling=Scaling("states", tensor=1), **wanted)
         batched = jax.vmap(from_state)(jnp.stack([state, state]))
         others = cast(amax, scaling=Scaling("amax"), **wanted), from_state(state), jax.tree.map(lambda y: y[1], batched)
         return cast(scale, **wanted), others
 
-    for expected, others in on_each_platform(all_ways, amax, scale, packed(scale, jnp.float32(1), jnp.full(16, 9.0))):
+    states = packed(jnp.stack([scale, 2 * scale]), jnp.ones(2), jnp.full((2, 16), 9.0))[::-1]
+    for expected, others in on_each_platform(all_ways, amax, scale, states):
         assert read(expected.report) > 0 and expected.scale_inv == np.float32(1) / scale
         for got in others:
             testing.assert_same_bytes(got, expected, kind)
@@ -202,7 +203,8 @@ def test_casts_of_nothing_report_nothing():
 def test_mistakes_in_a_scale():
     x = jnp.ones((4, 16))
     for match, scale, options in (
-        (r"expected f32\[2 \+ H\] of a state, got float32\[\]", jnp.float32(1), {"scaling": Scaling("state")}),
+        (r"f32\[T, 2 \+ H\] of more than 0 states, got float32\[\]", jnp.float32(1), {"scaling": Scaling("states")}),
+        (r"more than 2 states, got float32\[2, 5\]", jnp.ones((2, 5)), {"scaling": Scaling("states", tensor=2)}),
         (r"expected f32\[\], got float32\[18\]", jnp.ones(18), {"scaling": Scaling("amax")}),
         ("report: expected none beside amax", jnp.float32(1), {"report": True}),
     ):
@@ -218,9 +220,9 @@ def test_kernels_hold_under_all_transformations():
     state, short = packed(scale, uses, history), packed(scale, uses, history[:, :1])
     check = lambda kernel, operands, rule: testing.check_kernel(kernel, operands, rule, same)
     three = {**RULE, "fp8_max_1": 448.0, "fp8_max_2": 57344.0}
-    check(update_state, in_threes([(reports, state)]), RULE)
-    check(update_state, in_threes([(reports, short)]), {**RULE, "most_recent": True})
-    check(update_state, in_threes([(reports * n, state) for n in (1, 2, 3)]), three)
+    check(update_state, [state[:, None], reports], RULE)
+    check(update_state, [short[:, None], reports], {**RULE, "most_recent": True})
+    check(update_state, [jnp.stack(3 * [state], axis=1), reports, 2 * reports, 3 * reports], three)
 
 
 def same(got, expected):
@@ -233,29 +235,26 @@ def call(target, results, *operands, **attributes):
     return jax.block_until_ready(jax.ffi.ffi_call(target, shapes)(*operands, **attributes))
 
 
+ONE = jnp.zeros((1, 5))
 MALFORMED = {
-    "no history": ((2,), (jnp.zeros(BINS), jnp.zeros(2)), "state: expected a scale, its uses and at least one amax"),
-    "reports": ((5,), (jnp.zeros((2, BINS)), jnp.zeros(5)), "reports: expected one row"),
-    "dtype": ((5,), (jnp.zeros(BINS), jnp.zeros(5, jnp.int32)), "state: expected f32"),
-    "result": ((6,), (jnp.zeros(BINS), jnp.zeros(5)), "next: expected"),
+    "no axis of tensors": ((5,), (jnp.zeros(5), jnp.zeros(BINS)), "states: expected at least 2 axes"),
+    "no history": ((1, 2), (jnp.zeros((1, 2)), jnp.zeros(BINS)), "states: expected a scale, its uses and at least one"),
+    "reports": ((1, 5), (ONE, jnp.zeros((2, BINS))), "reports: expected one row"),
+    "dtype": ((1, 5), (jnp.zeros((1, 5), jnp.int32), jnp.zeros(BINS)), "states: expected f32"),
+    "result": ((6,), (ONE, jnp.zeros(BINS)), "next: expected"),
+    "bins": ((2, 5), (jnp.zeros((2, 5)), jnp.zeros(BINS), jnp.zeros(2 * BINS)), "reports: expected as many bins as"),
+    "tensors": ((1, 5), (ONE, jnp.zeros(BINS), jnp.zeros(BINS)), "states: expected those of as many tensors as have"),
 }
 
 
 @pytest.mark.parametrize("result, operands, message", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_calls_raise(result, operands, message):
     largest = {f"fp8_max_{i}": np.float32(448) for i in range(3)}
-    rule = {**largest, "two_to_margin": np.float32(1), "most_recent": False}
-    absent = [jnp.zeros(0)] * 4
+    absent = [jnp.zeros(0)] * (4 - len(operands))
     with pytest.raises(Exception, match=message):
-        call("te_update_state", [result, (0,), (0,)], *operands, *absent, **rule)
+        call("te_update_state", [result], *operands, *absent, **largest, two_to_margin=np.float32(1), most_recent=False)
 
 
-def test_states_of_one_call_are_alike():
-    rule = {f"fp8_max_{i}": np.float32(448) for i in range(3)} | {"two_to_margin": np.float32(1), "most_recent": False}
-    for reports, state, message in (
-        (2 * BINS, 5, "reports: expected as many bins as the first state's"),
-        (BINS, 6, "state: expected the shape of the first"),
-    ):
-        operands = (jnp.zeros(BINS), jnp.zeros(5), jnp.zeros(reports), jnp.zeros(state), *[jnp.zeros(0)] * 2)
-        with pytest.raises(Exception, match=message):
-            call("te_update_state", [(5,), (state,), (0,)], *operands, **rule)
+def test_as_many_reports_as_states():
+    with pytest.raises(ValueError, match="update_state: states: expected those of 1 tensors, got 2"):
+        update_state(jnp.ones((2, 5)), jnp.zeros(BINS), **RULE)

@@ -22,11 +22,10 @@ from transformer_engine_jax.quantized import (
     AttentionState,
     GemmQuantizers,
     GemmState,
-    QuantizerState,
+    QuantizerStates,
     attention_quantizers,
     gemm_quantizers,
 )
-from transformer_engine_jax.recipe import Recipe
 
 # The name that Flax's TrainState and others already treat as "replace this with its gradient".
 STATE_COLLECTION = "_overwrite_with_gradient"
@@ -34,16 +33,17 @@ STATE_COLLECTION = "_overwrite_with_gradient"
 # Buffers of kernels' gradients, see te_flax.main_grads.
 MAIN_GRADS_COLLECTION = "main_grads"
 
-flax.serialization.register_serialization_state(
-    QuantizerState,
-    lambda state: {name: getattr(state, name) for name in QuantizerState.FIELDS},
-    lambda _, values: QuantizerState.pack(**{name: values[name] for name in QuantizerState.FIELDS}),
-    override=True,
-)
+for _type in (AttentionState, GemmState):
+    flax.serialization.register_serialization_state(
+        _type,
+        lambda states: {name: state._asdict() for name, state in states.states().items()},
+        lambda states, values: states.of(values),
+        override=True,
+    )
 
 
 class Fp8Module(nn.Module):
-    """A module with GEMMs, or attention: keeps one QuantizerState for each operand of each of them."""
+    """A module with GEMMs, or attention: keeps a GemmState for each, `<gemm>_state`, and an AttentionState."""
 
     @nn.nowrap
     def gemm_quantizers(
@@ -54,32 +54,31 @@ class Fp8Module(nn.Module):
         What is quantized bears the checkpoint_name, for checkpoint policies.
         """
         recipe = current().recipe
-        state, unused = self._states(gemm, GemmState, recipe is not None and recipe.stateful)
+        state, unused = self._state_in_use(f"{gemm}_state", GemmState, recipe is not None and recipe.stateful)
         if recipe is None or not fp8:
-            return None, list(state or unused)
+            return None, unused if state is None else [state]
         return gemm_quantizers(state, checkpoint_name=checkpoint_name), unused
 
     @nn.nowrap
     def attention_quantizers(self) -> tuple[AttentionQuantizers | None, Any]:
         """This step's quantizers of attention, None where no recipe with fp8_dpa is on, and the states that go unused.
 
-        The states are `attention_query`, `attention_key` and `attention_value`.
+        The state is `attention_state`.
         """
         recipe = current().recipe
         needed = recipe is not None and recipe.stateful and recipe.fp8_dpa
-        state, unused = self._states("attention", AttentionState, needed)
+        state, unused = self._state_in_use("attention_state", AttentionState, needed)
         return attention_quantizers(state), unused
 
     @nn.nowrap
-    def _states(self, prefix: str, kind: type, needed: bool) -> tuple[Any, Any]:
-        """(the states of one GEMM or attention, None where they are not needed; those that are there all the same)."""
-        names = [f"{prefix}_{operand}" for operand in kind._fields]
+    def _state_in_use(self, name: str, kind: type[QuantizerStates], needed: bool) -> tuple[Any, list[Any]]:
+        """(the state `name`, None where it is not needed; in a list, where it is there all the same)."""
         if needed:
-            return kind(*[self.fp8_state(name, current().recipe) for name in names]), []
-        return None, [self.get_variable(STATE_COLLECTION, n) for n in names if self.has_variable(STATE_COLLECTION, n)]
+            return self.fp8_state(name, kind), []
+        return None, [self.get_variable(STATE_COLLECTION, name)] if self.has_variable(STATE_COLLECTION, name) else []
 
     @nn.nowrap
-    def fp8_state(self, name: str, recipe: Recipe) -> QuantizerState:
+    def fp8_state(self, name: str, kind: type[QuantizerStates]) -> QuantizerStates:
         """The state `name`, made where it is missing and may be; ValueError where it may not."""
         if not self.has_variable(STATE_COLLECTION, name) and not self.is_mutable_collection(STATE_COLLECTION):
             remedy = (
@@ -94,7 +93,7 @@ class Fp8Module(nn.Module):
                 )
             where = f"{type(self).__name__} {'/'.join(self.path)}"
             raise ValueError(f"{where}: FP8 state {name!r} is not among the variables. {remedy}")
-        return QuantizerState.of(self.variable(STATE_COLLECTION, name, QuantizerState.create, recipe).value)
+        return kind.of(self.variable(STATE_COLLECTION, name, kind.create, current().recipe).value)
 
     @nn.nowrap
     def make_param(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.flax.base import STATE_COLLECTION
-from transformer_engine_jax.quantized import QuantizerState
+from transformer_engine_jax.quantized import QuantizerStates
 
 
 def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict[str, Any]:
@@ -35,15 +35,19 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     needed = shapes_of_call(model, rest, args, kwargs, [STATE_COLLECTION]).get(STATE_COLLECTION)
     if not needed:
         return rest
-    old = dict(_paths(flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))))
+    old = flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))
 
-    def fresh(path, state: QuantizerState) -> QuantizerState:
-        kept = old.get(jax.tree_util.keystr(path))
-        if kept is not None and jnp.shape(kept.packed) == state.packed.shape:
+    def fresh(path, state: QuantizerStates) -> QuantizerStates:
+        kept = old
+        for key in path:
+            kept = kept.get(key.key, {}) if isinstance(kept, Mapping) else {}
+        kept = type(state).of(kept)
+        if isinstance(kept, type(state)) and jnp.shape(kept.packed) == state.packed.shape:
             return kept
-        return QuantizerState.create(current().recipe, state.packed.shape[:-1])
+        return state.create(current().recipe, state.layout[0])
 
-    return {**rest, STATE_COLLECTION: jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=_is_state)}
+    is_state = lambda x: isinstance(x, QuantizerStates)
+    return {**rest, STATE_COLLECTION: jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=is_state)}
 
 
 def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs, mutable: list[str]) -> Any:
@@ -59,13 +63,3 @@ def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs,
         return model.apply(variables, *args, **kwargs, mutable=mutable)[1]
 
     return jax.eval_shape(run, variables, [given[i] for i in arrays])
-
-
-def _is_state(x: Any) -> bool:
-    return isinstance(QuantizerState.of(x), QuantizerState)
-
-
-def _paths(states: Any) -> list[tuple[str, QuantizerState]]:
-    return [
-        (jax.tree_util.keystr(p), QuantizerState.of(s)) for p, s in jax.tree.leaves_with_path(states, is_leaf=_is_state)
-    ]

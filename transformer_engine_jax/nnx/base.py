@@ -17,7 +17,13 @@ from transformer_engine_jax.initializers import default_kernel_init, flat_kernel
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
-from transformer_engine_jax.quantized import AttentionState, GemmQuantizers, GemmState, gemm_quantizers
+from transformer_engine_jax.quantized import (
+    AttentionState,
+    GemmQuantizers,
+    GemmState,
+    QuantizerStates,
+    gemm_quantizers,
+)
 from transformer_engine_jax.sharding import constrain
 
 SUFFIX = "_main_grad"  # of the attribute beside a kernel, see te_nnx.main_grads
@@ -29,7 +35,7 @@ def module(cls: type) -> type:
 
 
 class Fp8Module(nnx.Module):
-    """A module with parameters and GEMMs: keeps one Fp8State for each operand of each GEMM."""
+    """A module with parameters and GEMMs: keeps the GemmState of each, `<gemm>_state`, as an Fp8State."""
 
     def freeze_fields(self) -> None:
         """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See check_common too."""
@@ -84,31 +90,27 @@ class Fp8Module(nnx.Module):
         return low_rank(x, a, b, k_axes=k_axes, alpha=self.low_rank_adaptation_alpha)
 
     def make_fp8_state(self, gemm: str) -> None:
-        """The states of one GEMM: always there, so that autocast may be switched on later."""
-        for operand, state in GemmState.create(recipe_of_state())._asdict().items():
-            setattr(self, f"{gemm}_{operand}", Fp8State(state))
+        """The state of one GEMM: always there, so that autocast may be switched on later."""
+        setattr(self, f"{gemm}_state", Fp8State(GemmState.create(recipe_of_state())))
 
     def make_attention_state(self) -> None:
-        """The states of attention, where the recipe in force has fp8_dpa; else none, and the model can't have it."""
+        """The state of attention, where the recipe in force has fp8_dpa; else none, and the model can't have it."""
         wanted = current().recipe is not None and current().recipe.fp8_dpa
-        for operand, state in AttentionState.create(recipe_of_state())._asdict().items():
-            setattr(self, f"attention_{operand}", Fp8State(state) if wanted else nnx.data(None))
+        self.attention_state = Fp8State(AttentionState.create(recipe_of_state())) if wanted else nnx.data(None)
 
-    def attention_state(self) -> dict[str, Any]:
-        """The states of attention by name; ValueError where the recipe in force needs them and they don't fit."""
-        names = [f"attention_{operand}" for operand in AttentionState._fields]
-        states = {name: getattr(self, name).get_value() for name in names if getattr(self, name) is not None}
-        recipe = current().recipe
-        if recipe is None or not (recipe.stateful and recipe.fp8_dpa):
-            return states
-        got = [[*state.packed.shape[:-1], state.history_len] for state in states.values()]
-        if got != 3 * [[recipe.amax_history_len]]:
-            raise ValueError(
-                f"{type(self).__name__}: expected FP8 states {', '.join(names)} with amax_history "
-                f"f32[{recipe.amax_history_len}], the recipe's amax_history_len, got {got or 'none'}; make the model "
-                "under the autocast it is used with, or call te_nnx.init_fp8_state(model, recipe)"
-            )
-        return states
+    def state_in_use(self, name: str, needed: bool) -> QuantizerStates | None:
+        """The state `name`, or None; ValueError where the recipe in force needs it and it does not fit."""
+        state = array(getattr(self, name))
+        if needed:
+            expected = [current().recipe.amax_history_len]
+            got = None if state is None else [*state.layout[0], state.layout[2]]
+            if got != expected:
+                raise ValueError(
+                    f"{type(self).__name__}: expected an FP8 state {name} with amax_history f32{expected}, the "
+                    f"recipe's amax_history_len, got {got or 'none'}; make the model under the autocast it is used "
+                    "with, or call te_nnx.init_fp8_state(model, recipe)"
+                )
+        return state
 
     def gemm_quantizers(
         self, gemm: str, fp8: bool, checkpoint_name: str | None = None
@@ -117,20 +119,12 @@ class Fp8Module(nnx.Module):
 
         What is quantized bears the checkpoint_name, for checkpoint policies.
         """
-        states = GemmState(*[getattr(self, f"{gemm}_{operand}").get_value() for operand in GemmState._fields])
         recipe = current().recipe
-        if recipe is None or not fp8:
-            return None, states
-        if not recipe.stateful:
-            return gemm_quantizers(checkpoint_name=checkpoint_name), states
-        got = (*states.x.packed.shape[:-1], states.x.history_len)
-        if got != (recipe.amax_history_len,):
-            raise ValueError(
-                f"{type(self).__name__}: {gemm}: expected FP8 states with amax_history f32[{recipe.amax_history_len}], "
-                f"the recipe's amax_history_len, got {list(got)}; make the model under the "
-                "autocast it is used with, or call te_nnx.init_fp8_state(model, recipe)"
-            )
-        return gemm_quantizers(states, checkpoint_name=checkpoint_name), []
+        in_fp8 = recipe is not None and fp8
+        state = self.state_in_use(f"{gemm}_state", in_fp8 and recipe.stateful)
+        if not in_fp8:
+            return None, [state]
+        return gemm_quantizers(state, checkpoint_name=checkpoint_name), [] if recipe.stateful else [state]
 
 
 def array(parameter: nnx.Variable | None) -> jax.Array | None:

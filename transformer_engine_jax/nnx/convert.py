@@ -12,7 +12,7 @@ from flax import nnx, traverse_util
 
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.nnx.state import Fp8State
-from transformer_engine_jax.quantized import QuantizerState
+from transformer_engine_jax.quantized import QuantizerStates
 
 _COLLECTIONS = {"params": nnx.Param, STATE_COLLECTION: Fp8State}
 
@@ -24,7 +24,7 @@ def _variables(model: nnx.Module, kind: type) -> dict[tuple[str, ...], nnx.Varia
 
 
 def _flat(collection: Mapping) -> dict[tuple[str, ...], Any]:
-    return traverse_util.flatten_dict(dict(collection), is_leaf=lambda _, x: isinstance(x, QuantizerState))
+    return traverse_util.flatten_dict(dict(collection), is_leaf=lambda _, x: isinstance(x, QuantizerStates))
 
 
 def _layout(value: Any) -> list[str]:

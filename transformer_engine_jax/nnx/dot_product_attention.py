@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_engine_jax import flax as linen
+from transformer_engine_jax.autocast import current
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
 
@@ -20,7 +21,7 @@ class DotProductAttention(Fp8Module):
     """Attention of queries over keys and values, by head; heads / groups > 1 is GQA.
 
     Fields, arguments and the param `softmax_offset` of softmax_type="learnable" are those of the Linen module; rngs is
-    needed for attention_dropout only. Its FP8 states are there where it is made under a recipe with fp8_dpa.
+    needed for attention_dropout only. Its FP8 state is there where it is made under a recipe with fp8_dpa.
     """
 
     head_dim: int
@@ -81,8 +82,12 @@ class DotProductAttention(Fp8Module):
         attend = linen.DotProductAttention(**fields, parent=None)
         keys = {self.dropout_rng_name: self.dropout.rngs()} if dropping(self.dropout, deterministic) else {}
         params = {} if self.softmax_offset is None else {"softmax_offset": array(self.softmax_offset)}
+        recipe = current().recipe
+        needed = recipe is not None and recipe.stateful and recipe.fp8_dpa
+        state = self.state_in_use("attention_state", needed)
+        states = {} if state is None else {"attention_state": state}
         return attend.apply(
-            {"params": params, STATE_COLLECTION: self.attention_state()},
+            {"params": params, STATE_COLLECTION: states},
             query,
             key,
             value,

@@ -11,12 +11,12 @@ from typing import Any
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.quantized import AttentionState, QuantizerState
+from transformer_engine_jax.quantized import AttentionState
 from transformer_engine_jax.recipe import DelayedScaling, Recipe
 
 
 class Fp8State(nnx.Variable):
-    """Holds the QuantizerState of one operand of one GEMM, or of attention."""
+    """Holds the GemmState of one GEMM, or the AttentionState of attention."""
 
 
 class MainGrad(nnx.Variable):
@@ -59,7 +59,7 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
 def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
     """Starts all FP8 state of the model anew, in place, for a recipe: needed where its amax_history_len is another.
 
-    Attention gets its states where the recipe has fp8_dpa and they are not there yet.
+    Attention gets its state where the recipe has fp8_dpa and it is not there yet.
 
     Args:
       model: any module; stacked layers keep their leading axes.
@@ -69,15 +69,14 @@ def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
     found = list(nnx.iter_graph(model))
     states = {path: variable for path, variable in found if isinstance(variable, Fp8State)}
     for variable in states.values():
-        variable.set_value(QuantizerState.create(recipe, variable.get_value().packed.shape[:-1]))
+        state = variable.get_value()
+        variable.set_value(state.create(recipe, state.layout[0]))
     for path, node in found if recipe.fp8_dpa else []:
-        if isinstance(node, nnx.Module) and getattr(node, "attention_query", node) is None:
-            for operand in AttentionState._fields:
-                state = QuantizerState.create(recipe, _leading_axes(path, states))
-                setattr(node, f"attention_{operand}", Fp8State(state))
+        if isinstance(node, nnx.Module) and getattr(node, "attention_state", node) is None:
+            node.attention_state = Fp8State(AttentionState.create(recipe, _stacked(path, states)))
 
 
-def _leading_axes(path: tuple, states: dict[tuple, Fp8State]) -> tuple[int, ...]:
-    """Of layers that are stacked: those of the state nearest to a module."""
+def _stacked(path: tuple, states: dict[tuple, Fp8State]) -> tuple[int, ...]:
+    """The axes of stacked layers: those of the state nearest to a module."""
     common = lambda other: next((i for i, (a, b) in enumerate(zip(path, other)) if a != b), len(path))
-    return states[max(states, key=common)].get_value().packed.shape[:-1] if states else ()
+    return states[max(states, key=common)].get_value().layout[0] if states else ()

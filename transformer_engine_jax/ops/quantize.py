@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -259,7 +260,7 @@ def observe(quantizers: Sequence[Quantizer], amaxes: Sequence[jax.Array | None])
             return quantizer
         if amax.ndim == 0:
             amax = report_of(reduce_amax(amax, quantizer.spec, like=quantizer.scale))
-        return Quantizer(jnp.zeros_like(quantizer.scale), amax, quantizer.spec)
+        return dataclasses.replace(quantizer, scale=jnp.zeros_like(quantizer.scale), observed=amax)
 
     return [cotangent(quantizer, amax) for quantizer, amax in zip(quantizers, amaxes)]
 

@@ -6,8 +6,7 @@ not correctly rounded: scales are to be the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,24 +91,26 @@ class Scaling(NamedTuple):
     So no kernel has to run between one that measures and one that casts.
     """
 
-    scale_from: str = "scale"  # what the operand `scale` holds: that, f32[]; "amax" f32[]; or a "state" f32[2 + H]
+    scale_from: str = "scale"  # what the operand `scale` holds: that, f32[]; "amax" f32[]; or "states" f32[T, 2 + H]
     amax_epsilon: float = 0.0  # amax: as `current_scale`
     power_of_2: bool = False
-    two_to_margin: float = 1.0  # state: as `mended`
+    two_to_margin: float = 1.0  # states: as `mended`
     most_recent: bool = False
+    tensor: int = 0  # states: whose
 
     def scales(self, operand: jax.Array | None, dtype) -> Scales | None:
         """The scale f32[] for a cast to `dtype`, and its reciprocal; None without an operand."""
         if operand is None:
             return None
-        if operand.ndim != (self.scale_from == "state"):
-            expected = "f32[2 + H] of a state" if self.scale_from == "state" else "f32[]"
+        of_states = self.scale_from == "states"
+        if operand.ndim != 2 * of_states or (of_states and self.tensor >= len(operand)):
+            expected = f"f32[T, 2 + H] of more than {self.tensor} states" if of_states else "f32[]"
             raise ValueError(f"scale: expected {expected}, got {operand.dtype}{list(operand.shape)}")
         fp8_max = float(jnp.finfo(dtype).max)
         if self.scale_from == "amax":
             scale = current_scale(operand, fp8_max, self.amax_epsilon, self.power_of_2)
-        elif self.scale_from == "state":
-            scale = unpacked(mended(operand, fp8_max, self.two_to_margin, self.most_recent))[0]
+        elif of_states:
+            scale = unpacked(mended(operand[self.tensor], fp8_max, self.two_to_margin, self.most_recent))[0]
         else:
             scale = operand
         return Scales(scale, 1.0 / scale)
@@ -121,45 +122,32 @@ GIVEN = Scaling()
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-class UpdatedStates(NamedTuple):
-    state_0: jax.Array  # f32[.., 2 + H]
-    state_1: jax.Array | None
-    state_2: jax.Array | None
+# What belongs to one GEMM, up to three tensors, is one array and takes one launch: each array that a step takes and
+# returns costs the host 10 us.
 
 
-# What belongs to one GEMM, up to three tensors, takes one launch: number 0 is there, 1 and 2 may be None. A state is
-# one array, its scale, its uses and its history one after the other: each array that a step takes and returns costs
-# the host 10 us.
-
-
-@kernel(f"{', '.join(3 * ['... r, ... h'])} -> {', '.join(3 * ['... h'])}", whole="rh")
+@kernel("... t h, ... r, ... r, ... r -> ... t h", whole="thr")
 def update_state(
-    reports_0, state_0, reports_1, state_1, reports_2, state_2,
+    states, reports_0, reports_1=None, reports_2=None,
     *, fp8_max_0, fp8_max_1=0.0, fp8_max_2=0.0, two_to_margin, most_recent,
-) -> UpdatedStates:  # fmt: skip
-    """The states after a step: the reported amax enters the history, and sets the scale alone or with the others.
+):  # fmt: skip
+    """The states f32[.., T, 2 + H] after a step that observed the reports f32[.., bins] of each of the T tensors.
 
-    The step may have started from sums of states, or of none, as `mended` has them.
+    The reported amax enters the history, and sets the scale alone or with the others. The step may have started from
+    sums of states, or of none, as `mended` has them.
     """
+    reports = [r for r in (reports_0, reports_1, reports_2) if r is not None]
+    if states.shape[-2] != len(reports):
+        raise ValueError(f"update_state: states: expected those of {len(reports)} tensors, got {states.shape[-2]}")
 
-    def update(reports, state, fp8_max):
-        if state is None:
-            return None
-        state = mended(state, fp8_max, two_to_margin, most_recent)
-        scale, uses, history = unpacked(state)
-        amax = read(reports)
+    def update(state, report, fp8_max):
+        scale, uses, history = unpacked(mended(state, fp8_max, two_to_margin, most_recent))
+        amax = read(report)
         history = jnp.concatenate([amax[..., None], history[..., 1:]], axis=-1)
         window = amax if most_recent else jnp.max(history, axis=-1)
         scale = scale_from_amax(window, scale, fp8_max, two_to_margin)
         return packed(scale, jnp.ones_like(uses), jnp.roll(history, 1, axis=-1))
 
-    return UpdatedStates(
-        update(reports_0, state_0, fp8_max_0),
-        update(reports_1, state_1, fp8_max_1),
-        update(reports_2, state_2, fp8_max_2),
-    )
-
-
-def in_threes(states: Sequence[Sequence[Any]]) -> list[Any]:
-    """Operands of a kernel of up to three states, from what it takes of each."""
-    return [x for state in (*states, *[len(states[0]) * [None]] * (3 - len(states))) for x in state]
+    largest = (fp8_max_0, fp8_max_1, fp8_max_2)
+    of_each = [update(states[..., i, :], r, fp8_max) for i, (r, fp8_max) in enumerate(zip(reports, largest))]
+    return jnp.stack(of_each, axis=-2)
