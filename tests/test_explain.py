@@ -61,13 +61,13 @@ def test_products_of_a_step_with_their_sizes_and_formats(fp8_mlp):
 
 def test_casts_say_where_they_are_fused(fp8_mlp):
     (norm,) = rows_of(fp8_mlp, "layernorm_fwd")
-    assert (norm.sizes, norm.phase, norm.count) == ({"tokens": 32, "k": 32, "h": 2 + 16}, "forward", 1)
+    assert (norm.sizes, norm.phase, norm.count) == ({"tokens": 32, "k": 32, "h": 3 * (2 + 16)}, "forward", 1)
     assert norm.dtypes.endswith("-> y=e4m3 y_t=e4m3 mean=f32 rstd=f32 report=f32") and norm.options["epsilon"] == 1e-6
-    # x, y, y_t; gamma, beta, mean, rstd; the state, the report and scale_inv
-    assert norm.bytes == 32 * 32 * (2 + 1 + 1) + 4 * 32 * 4 + (18 + 512 + 1) * 4
+    # x, y, y_t; gamma, beta, mean, rstd; the state of the GEMM, the report and scale_inv
+    assert norm.bytes == 32 * 32 * (2 + 1 + 1) + 4 * 32 * 4 + (3 * 18 + 512 + 1) * 4
     (curve,) = rows_of(fp8_mlp, "activation_bwd")
     assert curve.phase == "backward" and "dz=e5m2 dz_t=e5m2" in curve.dtypes
-    assert curve.options == {"activation": "gelu", "scale_from": "state"}
+    assert curve.options == {"activation": "gelu", "scale_from": "states", "tensor": 2}
     platform = {"cpu": "C++", "gpu": "CUDA"}[jax.default_backend()]
     assert norm.runs == f"te_layernorm_fwd in {platform}"
     assert norm.where.endswith("LayerNormMLP") and norm.source.split(":")[0] == __file__
@@ -164,9 +164,14 @@ def test_collectives_that_the_compiler_inserts():
     assert (collective.name, collective.count, collective.bytes) == ("all-reduce", 1, 16)
 
 
-def test_attention_of_cudnn(monkeypatch):
+@pytest.mark.parametrize("ours", [False, True], ids=["JAX's call", "ours"])
+def test_attention_of_cudnn(ours, monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    from transformer_engine_jax.ops.attention import cudnn as choice
+
+    monkeypatch.setattr(choice, "_has_handlers", lambda *_: ours)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # nothing is compiled: only what would run is said
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91900)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_: True)
@@ -178,10 +183,11 @@ def test_attention_of_cudnn(monkeypatch):
 
     query, key = (jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
     forward, backward = te.explain(step, query, key).rows
-    assert [(r.phase, r.name[-3:], r.runs) for r in (forward, backward)] == [
-        ("forward", "fwd", "cuDNN"), ("backward", "bwd", "cuDNN")
-    ]  # fmt: skip
+    said = [(r.phase, r.name[-3:], "te_attention" in r.runs if ours else r.runs) for r in (forward, backward)]
+    assert said == [("forward", "fwd", ours or "cuDNN"), ("backward", "bwd", ours or "cuDNN")]
     sizes = {"batch": 2, "queries": 128, "keys": 128, "heads": 4, "groups": 2, "size": 64}
+    if ours:
+        sizes = {"b": 2, "q": 128, "g": 2, "r": 2, "d": 64, "k": 128}
     assert forward.sizes == backward.sizes == sizes and forward.options["scale"] == 0.5
 
 

@@ -420,7 +420,10 @@ mlir.register_lowering(kernel_p, functools.partial(_lower, platform="reference")
 
 
 def _batch(present, dims, *, call: _Call):
-    """vmap: as one more leading axis of the leading group where the rule allows, else one call an example."""
+    """vmap, where the rule allows: one more leading axis of the leading group, or more of the leading axis.
+
+    Elsewhere one call an example. An axis that may be sharded is one of independent examples, unless it has seeds.
+    """
     size = next(x.shape[d] for x, d in zip(present, dims) if d is not None)
     group = call.kernel.operands[0][0] if call.kernel.operands[0] else ""
     names = [t for t, gone in zip(call.kernel.operands, call.absent) if not gone]
@@ -429,13 +432,11 @@ def _batch(present, dims, *, call: _Call):
         for x, d in zip(present, dims)
     ]
     results = [t for t, r in zip(call.kernel.results, call.result_shapes(unbatched)) if r is not None]
-    one_call = (
-        _is_group(group)
-        and all(group in t for t in results)
-        and all((t[:1] == [group]) if group in t else d is None for t, d in zip(names, dims))
-    )
+    fits = all((t[:1] == [group]) if group in t else d is None for t, d in zip(names, dims))
+    one_call = fits and _is_group(group) and all(group in t for t in results)
+    folded = fits and all(t[:1] == [group] for t in results) and _may_fold(call, group, present)
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(present, dims)]
-    if not one_call:
+    if not (one_call or folded):
         fixed = [d is None for d in dims]
 
         def one(batched):
@@ -447,12 +448,25 @@ def _batch(present, dims, *, call: _Call):
     front = [
         jnp.broadcast_to(x, (size, *x.shape)) if group in t and d is None else x for x, t, d in zip(front, names, dims)
     ]
+    if folded:
+        merged = [x.reshape(size * x.shape[1], *x.shape[2:]) if group in t else x for x, t in zip(front, names)]
+        out = kernel_p.bind(*merged, call=call)
+        return [y.reshape(size, y.shape[0] // size, *y.shape[1:]) for y in out], [0] * len(out)
     axes = call.axes(front)
     stem = group.rstrip("*").replace("...", "t") + "0"
     return kernel_p.bind(*front, call=call), [n.index(stem) for n in axes.results if n is not None]
 
 
 batching.primitive_batchers[kernel_p] = _batch
+
+
+def _may_fold(call: _Call, axis: str, present: Sequence[Any]) -> bool:
+    """Whether more examples may join those of this axis: it may be sharded, and nothing is drawn at random for them."""
+    kernel = call.kernel
+    whole = kernel._whole(dict(call.attributes)) if callable(kernel._whole) else kernel._whole
+    seeded = any(x is not None and n in kernel.by_shard for n, x in zip(kernel.operand_names, call.fill(present)))
+    explicit = any(jax.typeof(x).sharding.mesh.explicit_axes for x in present)
+    return not (axis in ("", *whole) or _is_group(axis) or seeded or explicit)
 
 
 def _with_leading_axis_whole(x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "core/check.h"
+#include "core/cuda_graph.h"
 #include "core/cudnn.h"
 #include "core/libraries.h"
 
@@ -123,9 +124,12 @@ ffi::Error execute_unguarded(const Call& call, Pointers& pointers, Workspace wor
   const Plan& plan = *found->second;
   const Check check = check_size(call, workspace, plan);
   if (check.failed()) return check.error();
-  if (status_ok(status, fe::detail::set_stream(device.handle, stream), "stream")) {
-    status.ok(plan.graph.execute(device.handle, pointers, workspace.data), "execution");
-  }
+  // The plans count finished tiles, from zeros that a memset makes.
+  const cudaError_t issued = issue_as_kernels(stream, [&](cudaStream_t s) {
+    return status_ok(status, fe::detail::set_stream(device.handle, s), "stream") &&
+           status.ok(plan.graph.execute(device.handle, pointers, workspace.data), "execution");
+  });
+  if (status.ok()) status.ok(issued == cudaSuccess, "capture", cudaGetErrorString(issued));
   return status.ok() ? ffi::Error::Success() : status.error();
 }
 

@@ -19,6 +19,7 @@ from transformer_engine_jax.ops.attention import (
     SequenceDescriptor,
     attention_backend,
     backends,
+    cudnn,
     dot_product_attention,
 )
 from transformer_engine_jax.ops.attention.cudnn import _as_query, cudnn_attention
@@ -133,6 +134,7 @@ def packed_call(
 
 @pytest.fixture
 def stand_in(monkeypatch):
+    monkeypatch.setattr(cudnn, "_has_handlers", lambda *_: False)
     monkeypatch.setattr(jax.nn, "dot_product_attention", public_call)
     monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", packed_call)
 
@@ -201,6 +203,32 @@ def test_cudnn_itself_in_a_window():
     expected = numpy_attention.attention(options, seen, *(np.asarray(a, np.float32) for a in x), None)
     out, vjp = jax.vjp(partial(dot_product_attention, options=options), *x[:3])
     testing.assert_close((out, list(vjp(x[3]))), expected, 5 * BF16)
+
+
+@pytest.mark.parametrize(
+    "heads, size, devices, missing, fields, call, ours",
+    [
+        ((4, 2), 64, 1, "", {}, {}, True),
+        ((4, 2), 64, 1, "", dict(causal=True, window=(9, 0)), {}, True),
+        ((4, 2), 64, 1, "", {}, dict(sequence_descriptor=SequenceDescriptor.from_seqlens(np.array([16, 9]))), True),
+        ((4, 4), 64, 4, "", {}, {}, True),
+        ((4, 2), 64, 4, "", {}, {}, False),  # keys and values would be repeated
+        ((4, 2), 256, 1, "", {}, {}, False),
+        ((4, 2), 64, 1, "no headers", {}, {}, False),
+        ((4, 2), 64, 1, "", {}, dict(bias=jnp.zeros((1, 1, 16, 16))), False),
+        ((4, 2), 64, 1, "", {}, dict(mask=jnp.zeros((1, 1, 16, 16), bool)), False),
+    ],
+    ids=str,
+)
+def test_which_of_cudnns_calls(heads, size, devices, missing, fields, call, ours, monkeypatch):
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")  # nothing is compiled
+    monkeypatch.setattr(cudnn, "missing", lambda: missing)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **__: query)
+    query, key = (jax.ShapeDtypeStruct((2, 16, n, size), jnp.bfloat16) for n in heads)
+    attend = partial(dot_product_attention, options=Attention(0.3, **fields), **call)
+    text = str(jax.make_jaxpr(attend)(query, key, key))
+    assert ("attention_fwd" in text) == ours
 
 
 # --- The choice ------------------------------------------------------------------------------------------------------

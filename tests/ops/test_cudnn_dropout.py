@@ -21,7 +21,7 @@ from transformer_engine_jax.ops.attention import (
     SequenceDescriptor,
     attention_backend,
     backends,
-    cudnn_dropout,
+    cudnn_flash,
     dot_product_attention,
     flash,
 )
@@ -223,7 +223,7 @@ def test_shards_draw_their_own_and_the_same_backward(groups, constrained, monkey
     options = Attention(D**-0.5, dropout=RATE, causal=True)
 
     def op(query, key, value):
-        out = cudnn_dropout.attention_with_dropout(options, query, key, value, jax.random.key(0))
+        out = cudnn_flash.flash_attention(options, query, key, value, jax.random.key(0))
         return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, constrained))
 
     query, key, value = testing.shard(mesh, [query, key, value], specs)
@@ -250,7 +250,7 @@ def test_both_passes_are_sharded_alike(specs, wrap, monkeypatch):
 
     @wrap
     def op(query, key, value):
-        out = cudnn_dropout.attention_with_dropout(options, query, key, value, jax.random.key(0))
+        out = cudnn_flash.flash_attention(options, query, key, value, jax.random.key(0))
         return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, result))
 
     if mesh.devices.flat[0].platform == "gpu":

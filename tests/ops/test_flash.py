@@ -65,6 +65,26 @@ def test_backward_without_dropout_is_its_reference(dtype, size):
     testing.check_kernel(attention_bwd, operands, attributes, compare, specs=specs)
 
 
+def test_vmap_is_one_call():
+    """Of a larger batch: the axis of the batch may be sharded, so its examples are independent."""
+    q, k, v, do, lens = kernel_operands(2, 2, 32, 48, 64, "bfloat16", lengths=True)
+
+    def run(q, do):
+        out = flash.attention_fwd(q, k, v, None, *lens, scale=0.125, dropout=0.0)
+        return out, attention_bwd(out.stats, q, k, v, out.o, do, None, *lens, scale=0.125, dropout=0.0)
+
+    twice = jnp.stack([q, 2 * q], axis=1), jnp.stack([do, 3 * do])
+    batched = jax.vmap(run, in_axes=(1, 0))
+    assert "scan" not in str(jax.make_jaxpr(batched)(*twice))
+    out, grads = batched(*twice)
+    for i in range(2):
+        one, one_grads = run(twice[0][:, i], twice[1][i])
+        seen = jnp.arange(32)[None] < lens[0][:, None]  # on a GPU nothing is written past the lengths
+        only = lambda x: jnp.where(seen[..., *[None] * (x.ndim - 2)], x, 0)
+        testing.assert_close(only(out.o[i]), only(one.o), BACKWARD["bfloat16"])
+        testing.assert_close(only(grads.dq[i]), only(one_grads.dq), BACKWARD["bfloat16"])
+
+
 @pytest.mark.parametrize("fields", [dict(), dict(causal=True, left=5)], ids=str)
 def test_references_in_blocks_are_those_at_once(fields, monkeypatch):
     q, k, v, do, lens = kernel_operands(2, 2, 40, 24, 16, jnp.float32, lengths=True)

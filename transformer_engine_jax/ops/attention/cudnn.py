@@ -1,4 +1,8 @@
-"""cuDNN's flash attention for what `attention_backend` says it can: JAX's own bindings; ours for dropout and FP8."""
+"""cuDNN's flash attention for what `attention_backend` says it can, by handlers of ours, or by JAX's own call.
+
+Ours are for dropout and FP8, and for what is plain or told by lengths; JAX's for all else, and where ours were not
+built.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ import jax.numpy as jnp
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.backends import visibility_form
-from transformer_engine_jax.ops.attention.cudnn_dropout import attention_with_dropout
+from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
+from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing
 from transformer_engine_jax.ops.attention.fp8 import fp8_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, starts_and_lengths, visible
@@ -48,8 +53,8 @@ def cudnn_attention(
 def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, **lengths) -> jax.Array:
     if quantizers is not None:
         return fp8_attention(options, query, key, value, quantizers, **lengths)
-    if dropout_key is not None:
-        return attention_with_dropout(options, query, key, value, dropout_key, **lengths)
+    if dropout_key is not None or (bias is None and _has_handlers(options, query, key)):
+        return flash_attention(options, query, key, value, dropout_key, **lengths)
     left, _ = options.reach
     return jax.nn.dot_product_attention(
         query, key, value, bias,
@@ -59,6 +64,11 @@ def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, 
         implementation="cudnn",
         **lengths,
     )  # fmt: skip
+
+
+def _has_handlers(options: Attention, query, key) -> bool:
+    """Whether our handlers do what JAX's call does, with no more work: theirs need not repeat keys and values."""
+    return not missing() and query.shape[-1] <= MOST_HEAD_SIZE and Flash.of(options, query, key).repeats == 1
 
 
 def _masked(options: Attention, query, key, value, bias, queries: Places, keys: Places, mask) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Flash attention by handlers of our own, on cuDNN: the kernels, for dropout and for FP8, and their references.
+"""Flash attention by handlers of our own, on cuDNN: the kernels, in 16 bits and in FP8, and their references.
 
-JAX's own cuDNN call knows no seed but a static one, no scales that its caller keeps, and no backward pass of another
-precision than the forward's. References compute in the blocks of attention_reference.
+JAX's own cuDNN call leaves memsets in CUDA graphs, and knows no seed but a static one, no scales that its caller keeps,
+and no backward pass of another precision than the forward's. References compute in the blocks of attention_reference.
 """
 
 from __future__ import annotations
@@ -225,11 +225,11 @@ class Flash(NamedTuple):
     repeats: int  # how often each head of keys and values is given to cuDNN
 
     @classmethod
-    def of(cls, options: Attention, query, key, *, dropout: float = 0.0) -> Flash:
+    def of(cls, options: Attention, query, key) -> Flash:
         # Heads may be sharded, also over more devices than there are groups. Split into groups, such an axis would be
         # sharded by parts of a mesh axis, which JAX's custom partitioning has no words for.
         repeats = 1 if key.shape[2] % jax.device_count() == 0 else query.shape[2] // key.shape[2]
-        return cls(float(options.scale), dropout, bool(options.causal), int(options.reach[0]), repeats)
+        return cls(float(options.scale), 0.0, bool(options.causal), int(options.reach[0]), repeats)
 
     @property
     def attributes(self) -> dict:

@@ -1,0 +1,46 @@
+"""cuDNN's flash attention through handlers of our own, with dropout or without.
+
+JAX's cuDNN call knows no seed but a static one; and in CUDA graphs it leaves two memsets a step, each of which a graph
+waits 5 to 20 us for.
+
+With dropout, cuDNN draws the mask from the seed, in the backward pass again. The same key gives the same mask wherever
+shapes and shardings are the same too, but other ones than `attention_reference` draws. On Hopper, cuDNN 9.19 gives
+queries 0, 2, 4 and 6 of each eight the same mask, and 1, 3, 5 and 7 another; heads and examples have their own.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.ops.attention.flash import Flash, attention_fwd
+from transformer_engine_jax.ops.attention.options import Attention
+
+
+def flash_attention(
+    options: Attention, query, key, value, dropout_key=None, *, query_seq_lengths=None, key_value_seq_lengths=None
+) -> jax.Array:
+    """[B, Q, H, D] of query [B, Q, H, D], key and value [B, K, G, D], with a head size that is a multiple of 8.
+
+    dropout_key: of jax.random; None is no dropout. Lengths: i32[B] tokens of each sequence, or None.
+    """
+    static, seed = Flash.of(options, query, key), None
+    if dropout_key is not None:
+        bits = jax.random.bits(dropout_key, (2,), jnp.uint32)
+        static, seed = static._replace(dropout=float(options.dropout)), jnp.concatenate([bits, jnp.zeros_like(bits)])
+    return _attention(static, query, key, value, seed, query_seq_lengths, key_value_seq_lengths)
+
+
+def _forward(static: Flash, query, key, value, seed, q_len, k_len):
+    q, kv = static.by_group(query, key), static.repeated(key, value)
+    o, stats = attention_fwd(q, *kv, seed, q_len, k_len, dropout=static.dropout, **static.attributes)
+    return o.reshape(query.shape), (stats, query, key, value, o, seed, q_len, k_len)
+
+
+def _backward(static: Flash, residuals, do):
+    stats, query, key, value, o, *others = residuals
+    return *static.gradients(stats, query, key, value, o, do, *others), None, None, None
+
+
+_attention = differentiable(_forward, _backward)
