@@ -223,12 +223,22 @@ def test_cudnn_itself_in_a_window():
 def test_which_of_cudnns_calls(heads, size, devices, missing, fields, call, ours, monkeypatch):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")  # nothing is compiled
     monkeypatch.setattr(cudnn, "missing", lambda: missing)
+    monkeypatch.setattr(cudnn, "on_hopper", lambda: True)
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **__: query)
     query, key = (jax.ShapeDtypeStruct((2, 16, n, size), jnp.bfloat16) for n in heads)
     attend = partial(dot_product_attention, options=Attention(0.3, **fields), **call)
     text = str(jax.make_jaxpr(attend)(query, key, key))
     assert ("attention_fwd" in text) == ours
+
+
+def test_jaxs_call_where_ours_was_not_measured(monkeypatch):
+    query = jnp.zeros((2, 16, 4, 64))
+    monkeypatch.setattr(cudnn, "missing", lambda: "")
+    for hopper in (True, False):
+        monkeypatch.setattr(cudnn, "on_hopper", lambda hopper=hopper: hopper)
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+        assert cudnn._has_handlers(Attention(0.3), query, query) == hopper
 
 
 # --- The choice ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """cuDNN's flash attention for what `attention_backend` says it can, by handlers of ours, or by JAX's own call.
 
-Ours are for dropout and FP8, and for what is plain or told by lengths; JAX's for all else, and where ours were not
-built.
+Ours are for dropout and FP8, and on Hopper for what is plain or told by lengths; JAX's for all else, and where ours
+were not built.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.backends import visibility_form
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
-from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing
+from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
 from transformer_engine_jax.ops.attention.fp8 import fp8_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, starts_and_lengths, visible
@@ -67,8 +67,9 @@ def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, 
 
 
 def _has_handlers(options: Attention, query, key) -> bool:
-    """Whether our handlers do what JAX's call does, with no more work: theirs need not repeat keys and values."""
-    return not missing() and query.shape[-1] <= MOST_HEAD_SIZE and Flash.of(options, query, key).repeats == 1
+    """Whether our handlers do what JAX's call does, with no more work (repeated keys and values), as on Hopper."""
+    fits = query.shape[-1] <= MOST_HEAD_SIZE and Flash.of(options, query, key).repeats == 1
+    return fits and not missing() and on_hopper()
 
 
 def _masked(options: Attention, query, key, value, bias, queries: Places, keys: Places, mask) -> jax.Array:
