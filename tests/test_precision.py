@@ -93,8 +93,9 @@ def test_calibrating_watches_all(on_gpu):
     with te.autocast(calibrating=True):
         variables = steps.init(LAYER, X, rec=DELAYED)
         _, (grads, _) = steps.step(LAYER.apply, variables, X)
-    states = [s for s in jax.tree.leaves(grads[te_flax.STATE_COLLECTION], is_leaf=lambda s: hasattr(s, "scale"))]
-    assert states and all(float(s.amax_history.max()) > 0 for s in states)
+    gemms = jax.tree.leaves(grads[te_flax.STATE_COLLECTION], is_leaf=lambda s: isinstance(s, te.GemmState))
+    states = [one for gemm in gemms for one in gemm.states().values()]
+    assert len(states) == 12 and all(float(s.amax_history.max()) > 0 for s in states)
 
 
 def test_nnx_decides_likewise(on_gpu):
