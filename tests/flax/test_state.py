@@ -71,6 +71,14 @@ def test_states_restored_as_mappings_are_states():
         testing.assert_same_bytes(made[STATE_COLLECTION], dict(settled[STATE_COLLECTION]))
 
 
+def test_states_survive_flaxs_serialization():
+    """By their names; also where there are none, and of stacked layers."""
+    for state in (te.GemmState.create(DELAYED), te.GemmState.create(CURRENT), te.AttentionState.create(DELAYED, (3,))):
+        restored = flax.serialization.from_bytes({"a": state}, flax.serialization.to_bytes({"a": state}))["a"]
+        assert type(restored) is type(state) and layout(restored) == layout(state)
+        testing.assert_same_bytes(restored, state)
+
+
 def test_states_that_fit_are_kept_and_others_start_anew():
     variables = steps.init(MLP, X, rec=DELAYED, deterministic=True)
     with steps.autocast(DELAYED):

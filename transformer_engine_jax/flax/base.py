@@ -37,7 +37,7 @@ for _type in (AttentionState, GemmState):
     flax.serialization.register_serialization_state(
         _type,
         lambda states: {name: state._asdict() for name, state in states.states().items()},
-        lambda states, values: states.of(values),
+        lambda states, values: states.of(values) if values else states,
         override=True,
     )
 
