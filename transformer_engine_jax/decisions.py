@@ -22,6 +22,14 @@ def platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def compute_capabilities() -> list[float]:
+    """Of the GPUs here, such as 9.0 for Hopper; none where there is no GPU to ask, and a choice is made for another."""
+    try:
+        return [float(gpu.compute_capability) for gpu in jax.local_devices(backend="gpu")]
+    except RuntimeError:
+        return []
+
+
 def deterministic() -> bool:
     """Whether XLA_FLAGS ask for the same bits in every run; cpp/core/settings.h is the same rule."""
 

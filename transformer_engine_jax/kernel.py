@@ -244,10 +244,13 @@ class _Call(NamedTuple):
                 f"{kernel.name}: expected operands that fit together, got {', '.join(given)}: {error}"
             ) from error
 
-    def whole(self, axes: Axes) -> set[str]:
+    @property
+    def whole_letters(self) -> str:
         whole = self.kernel._whole
-        letters = whole(dict(self.attributes)) if callable(whole) else whole
-        return {n for names in axes.operands if names for n in names if n[0] in letters}
+        return whole(dict(self.attributes)) if callable(whole) else whole
+
+    def whole(self, axes: Axes) -> set[str]:
+        return {n for names in axes.operands if names for n in names if n[0] in self.whole_letters}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -462,11 +465,10 @@ batching.primitive_batchers[kernel_p] = _batch
 
 def _may_fold(call: _Call, axis: str, present: Sequence[Any]) -> bool:
     """Whether more examples may join those of this axis: it may be sharded, and nothing is drawn at random for them."""
-    kernel = call.kernel
-    whole = kernel._whole(dict(call.attributes)) if callable(kernel._whole) else kernel._whole
-    seeded = any(x is not None and n in kernel.by_shard for n, x in zip(kernel.operand_names, call.fill(present)))
+    operands = zip(call.kernel.operand_names, call.fill(present))
+    seeded = any(x is not None and name in call.kernel.by_shard for name, x in operands)
     explicit = any(jax.typeof(x).sharding.mesh.explicit_axes for x in present)
-    return not (axis in ("", *whole) or _is_group(axis) or seeded or explicit)
+    return not (axis in ("", *call.whole_letters) or _is_group(axis) or seeded or explicit)
 
 
 def _with_leading_axis_whole(x: jax.Array) -> jax.Array:

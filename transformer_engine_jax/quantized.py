@@ -355,6 +355,12 @@ def gemm_quantizers(
         return GemmQuantizers(*attach(state, (forward, forward, backward)))
 
 
+def needs_attention_state() -> bool:
+    """Whether attention under the context in force needs an AttentionState."""
+    recipe = current().recipe
+    return recipe is not None and recipe.stateful and recipe.fp8_dpa
+
+
 def attention_quantizers(
     state: AttentionState | None = None, recipe: Recipe | None = None
 ) -> AttentionQuantizers | None:

@@ -25,6 +25,7 @@ from transformer_engine_jax.quantized import (
     QuantizerStates,
     attention_quantizers,
     gemm_quantizers,
+    needs_attention_state,
 )
 
 # The name that Flax's TrainState and others already treat as "replace this with its gradient".
@@ -65,9 +66,7 @@ class Fp8Module(nn.Module):
 
         The state is `attention_state`.
         """
-        recipe = current().recipe
-        needed = recipe is not None and recipe.stateful and recipe.fp8_dpa
-        state, unused = self._state_in_use("attention_state", AttentionState, needed)
+        state, unused = self._state_in_use("attention_state", AttentionState, needs_attention_state())
         return attention_quantizers(state), unused
 
     @nn.nowrap

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_engine_jax import flax as linen
-from transformer_engine_jax.autocast import current
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
+from transformer_engine_jax.quantized import needs_attention_state
 
 
 @module
@@ -82,9 +82,7 @@ class DotProductAttention(Fp8Module):
         attend = linen.DotProductAttention(**fields, parent=None)
         keys = {self.dropout_rng_name: self.dropout.rngs()} if dropping(self.dropout, deterministic) else {}
         params = {} if self.softmax_offset is None else {"softmax_offset": array(self.softmax_offset)}
-        recipe = current().recipe
-        needed = recipe is not None and recipe.stateful and recipe.fp8_dpa
-        state = self.state_in_use("attention_state", needed)
+        state = self.state_in_use("attention_state", needs_attention_state())
         states = {} if state is None else {"attention_state": state}
         return attend.apply(
             {"params": params, STATE_COLLECTION: states},

@@ -7,7 +7,7 @@ import warnings
 
 import jax
 
-from transformer_engine_jax.decisions import platform
+from transformer_engine_jax.decisions import compute_capabilities, platform
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
@@ -50,11 +50,7 @@ def attention_backend(
 
 def from_hopper_on() -> bool:
     """Whether the GPUs here are Hopper's or newer; True where there are none to ask."""
-    try:
-        gpus = jax.local_devices(backend="gpu")
-    except RuntimeError:
-        gpus = []
-    return all(float(gpu.compute_capability) >= 9 for gpu in gpus)
+    return all(capability >= 9 for capability in compute_capabilities())
 
 
 def most_head_size() -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.decisions import deterministic
+from transformer_engine_jax.decisions import compute_capabilities, deterministic
 from transformer_engine_jax.handlers import HANDLERS
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.options import Attention
@@ -57,10 +57,7 @@ class AttentionBwd(NamedTuple):
 
 def on_hopper() -> bool:
     """Whether all GPUs here are Hopper's, where these handlers were measured; True where there are none to ask."""
-    try:
-        return all(str(gpu.compute_capability).startswith("9.") for gpu in jax.local_devices(backend="gpu"))
-    except RuntimeError:
-        return True
+    return all(9 <= capability < 10 for capability in compute_capabilities())
 
 
 def _cudnn_scratch() -> int:
