@@ -323,9 +323,8 @@ inline cudaError_t prepare(cudaStream_t stream, int64_t blocks, Result* out) {
 // Bytes of Result::partials.
 inline int64_t tile_partials(int64_t rows, int64_t cols) { return 4 * cols * ceil_div(rows, kTileSide); }
 
-// Runs the producer over the result; `colsum` receives the sums over rows. Without kFp8 the result is never FP8, and
-// the kernels for that are not compiled.
-template <bool kFp8 = true, typename Producer>
+// Runs the producer over the result; `colsum` receives the sums over rows.
+template <typename Producer>
 ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, float* colsum = nullptr,
                         void* workspace = nullptr) {
   out.partials = colsum ? static_cast<float*>(workspace) : nullptr;
@@ -333,9 +332,7 @@ ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, flo
   const int64_t blocks = out.row_tiles() * ceil_div(out.cols, kTileSide);
   TE_CUDA_CHECK(prepare(stream, blocks, &out));
   void (*kernel)(Producer, Result) = store_tiles<Producer, Stored::kFloat>;
-  if constexpr (!kFp8) {
-    if (is_fp8(out.dtype)) return ffi::Error::Internal("launch_tiles: no kernel for an FP8 result");
-  } else if constexpr (std::is_same_v<typename Producer::Type, AnyDtype>) {
+  if constexpr (std::is_same_v<typename Producer::Type, AnyDtype>) {
     if (is_fp8(out.dtype)) kernel = store_tiles<Producer, Stored::kFp8>;
   } else {
     if (out.dtype == DType::F8E4M3FN) kernel = store_tiles<Producer, Stored::kE4M3>;

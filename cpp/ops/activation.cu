@@ -56,7 +56,7 @@ template <typename T, bool kGated, bool kBias, typename C>
 struct Forward {
   static constexpr int kOperands = kGated ? 2 : 1, kOutputs = 1;
   static constexpr int kAhead = 1, kBlocks = sizeof(T) != 2 ? 2 : kGated ? 3 : 4;
-  static constexpr bool kBiased = kBias, kBounded = !kBias && !std::is_same_v<T, AnyDtype> && C::kBounded;
+  static constexpr bool kBounded = !std::is_same_v<T, AnyDtype> && C::kBounded;
   using Type = T;
   using Columns = BiasColumns<kGated ? 2 : 1, kBias>;
   struct Raw {
@@ -95,7 +95,7 @@ template <typename T, bool kGated, bool kBias, typename C>
 struct Backward {
   static constexpr int kOperands = kGated ? 3 : 2, kOutputs = kGated ? 2 : 1, kAhead = 1;
   static constexpr int kBlocks = (kGated ? 1 : 2) + (sizeof(T) == 2);
-  static constexpr bool kBiased = kBias, kBounded = !kBias && !std::is_same_v<T, AnyDtype> && C::kBounded;
+  static constexpr bool kBounded = !std::is_same_v<T, AnyDtype> && C::kBounded;
   using Type = T;
   using Columns = BiasColumns<kOutputs, kBias>;
   struct Raw {
@@ -138,25 +138,31 @@ struct Backward {
 // ---- The maximum alone, as a recipe without history needs it before the cast
 
 // |v| of 8 columns, at most.
-template <typename T, bool kGated, typename C>
-__device__ __forceinline__ float bound(const Forward<T, kGated, false, Fixed<C>>&,
-                                       const typename Forward<T, kGated, false, Fixed<C>>::Raw& raw) {
-  float most = 0.f;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) most = max_abs(most, C::most(raw.z[j]).value * (kGated ? raw.gate[j] : 1.f));
-  return most;
-}
-template <typename T, bool kGated, typename C>
-__device__ __forceinline__ float bound(const Backward<T, kGated, false, Fixed<C>>&,
-                                       const typename Backward<T, kGated, false, Fixed<C>>::Raw& raw) {
+template <typename T, bool kGated, bool kBias, typename C>
+__device__ __forceinline__ float bound(const Forward<T, kGated, kBias, Fixed<C>>&,
+                                       const typename Forward<T, kGated, kBias, Fixed<C>>::Raw& raw,
+                                       const BiasColumns<kGated ? 2 : 1, kBias>& columns) {
   float most = 0.f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const Point p = C::most(raw.z[j]);
+    const float gate = kGated ? columns.add(raw.gate[j], kGated, j) : 1.f;
+    most = max_abs(most, C::most(columns.add(raw.z[j], 0, j)).value * gate);
+  }
+  return most;
+}
+template <typename T, bool kGated, bool kBias, typename C>
+__device__ __forceinline__ float bound(const Backward<T, kGated, kBias, Fixed<C>>&,
+                                       const typename Backward<T, kGated, kBias, Fixed<C>>::Raw& raw,
+                                       const BiasColumns<kGated ? 2 : 1, kBias>& columns) {
+  float most = 0.f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float z = columns.add(raw.z[j], 0, j);
+    const Point p = C::most(z);
     if constexpr (kGated) {
-      most = max_abs(max_abs(most, raw.dy[j] * raw.gate[j] * p.slope), raw.dy[j] * p.value);
+      most = max_abs(max_abs(most, raw.dy[j] * columns.add(raw.gate[j], 1, j) * p.slope), raw.dy[j] * p.value);
     } else {
-      most = max_abs(most, raw.dy[j] * p.slope + 0.f * raw.z[j]);  // NaN where z is
+      most = max_abs(most, raw.dy[j] * p.slope + 0.f * z);  // NaN where z is
     }
   }
   return most;
@@ -176,6 +182,8 @@ __global__ void __launch_bounds__(kTileThreads, kAmaxBlocks)
     const TilePlace place(out, static_cast<unsigned>(tile));
     const int64_t col = place.col * kTileSide + threadIdx.x % 16 * 8;
     const float known = out.amax.so_far();
+    typename Producer::Columns columns = {};
+    if (col < out.cols) columns = in.columns(col, 8, true);
 #pragma unroll 1
     for (int first = threadIdx.x / 16 * kRows; first < kTileSide; first += kTileThreads / 16 * kRows) {
       const int64_t row = place.row * kTileSide + first;
@@ -188,9 +196,9 @@ __global__ void __launch_bounds__(kTileThreads, kAmaxBlocks)
       most = max_abs(most, known);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        if (i >= rows_here || bound(in, raw[i]) <= most) continue;
+        if (i >= rows_here || bound(in, raw[i], columns) <= most) continue;
         float v[Producer::kOutputs][8];
-        in.values(raw[i], {}, v);
+        in.values(raw[i], columns, v);
 #pragma unroll
         for (int o = 0; o < Producer::kOutputs; ++o) most = max_abs(most, v[o]);
       }
@@ -218,7 +226,7 @@ ffi::Error run(cudaStream_t stream, const Producer& in, const Result& out, float
   if constexpr (Producer::kBounded) {
     if (!out.y && !out.y_t && !colsum) return launch_amax(stream, in, out);
   }
-  return launch_tiles<!Producer::kBiased>(stream, in, out, colsum, workspace);
+  return launch_tiles(stream, in, out, colsum, workspace);
 }
 
 // Calls f(T{}, std::bool_constant<gated>{}, curve), with AnyDtype where operands differ in dtype or are not whole

@@ -5,7 +5,7 @@
 //                   amax f32[]?, dbias f32[A, N]?, the sum of dz over rows before its cast
 //
 // A = 1: y = curve(z[0]). A = 2 (names that end in "_linear"): y = curve(z[0]) * z[1], or a curve's own gate(z[1]). All
-// arithmetic is in f32. A bias is added to z before; only where the result is not FP8, as an FP8 product adds its own.
+// arithmetic is in f32. A bias is added to z before.
 #pragma once
 
 #include <cmath>
@@ -196,7 +196,7 @@ ffi::Error with_curve(Curve curve, const ActivationAttributes& attributes, F&& f
 // ---- Signatures
 
 // z, what is added to it, and the attributes. Without an error, z's last two axes are [A, N] with the activation's A.
-inline Check check_activation_input(const char* op, const In& z, const In& scale, const In& bias,
+inline Check check_activation_input(const char* op, const In& z, const In& bias,
                                     const ActivationAttributes& attributes) {
   Check check(op);
   const std::string_view name = attributes.activation;
@@ -218,13 +218,12 @@ inline Check check_activation_input(const char* op, const In& z, const In& scale
       [&] { return std::to_string(activation->inputs()) + " in the axis before the last for " + std::string(name); },
       z);
   if (absent(bias)) return check;
-  check.that(absent(scale), "bias", "none with a scale", bias);
   return check.high_precision("bias", bias).size("bias", bias, 1, matrix(z, 2).cols);
 }
 
 inline Check check_activation_fwd(const In& z, const Casting& casting, const In& bias, Out& y, Out& y_t,
                                   const ActivationAttributes& attributes) {
-  Check check = check_activation_input("te_activation_fwd", z, casting.scale, bias, attributes);
+  Check check = check_activation_input("te_activation_fwd", z, bias, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
   return check_result(check, casting, "y", y, "y_t", y_t, m.rows, matrix(z, 1).cols, /*optional_y=*/true);
@@ -232,7 +231,7 @@ inline Check check_activation_fwd(const In& z, const Casting& casting, const In&
 
 inline Check check_activation_bwd(const In& dy, const In& z, const Casting& casting, const In& bias, Out& dz, Out& dz_t,
                                   Out& dbias, const ActivationAttributes& attributes) {
-  Check check = check_activation_input("te_activation_bwd", z, casting.scale, bias, attributes);
+  Check check = check_activation_input("te_activation_bwd", z, bias, attributes);
   if (check.failed()) return check;
   const Matrix m = matrix(z, 2);
   check.high_precision("dy", dy).size("dy", dy, m.rows, matrix(z, 1).cols);

@@ -151,6 +151,29 @@ def test_fp8_results(implementation, name, shape, dtype):
     assert float(activation_bwd(dy, z, None, activation=name, dz=False, amax=True).amax) == float(measured.amax)
 
 
+# The bias may have any dtype; sums that z's dtype can't hold are curved as they are.
+BIASED = [(i, n, s, d, F32) for i, n, s, d in CASES] + [
+    ("handler", "silu_linear", (5, 40), z, b) for z in DTYPES for b in (F16, BF16)
+]
+
+
+@pytest.mark.parametrize("implementation, name, shape, dtype, bias_dtype", BIASED, indirect=["implementation"])
+def test_fp8_results_with_a_bias(implementation, name, shape, dtype, bias_dtype):
+    z, dy = inputs(name, shape, dtype)
+    bias, scale = bias_of(name, shape[-1], bias_dtype), jnp.float32(19.0)
+    total = jnp.asarray(z, F32) + jnp.asarray(bias, F32)  # in f32, as the kernels add
+    fp8 = dict(activation=name, dtype=E5M2 if dtype == BF16 else E4M3, amax=True)
+    got = activation_fwd(z, scale, bias, y_t=True, **fp8)
+    testing.assert_same_bytes(got, activation_fwd(total, scale, y_t=True, **fp8))
+    measured = activation_fwd(z, None, bias, activation=name, y=False, amax=True)
+    testing.assert_same_bytes(measured.amax, got.amax)
+
+    got = activation_bwd(dy, z, scale, bias, dz_t=True, dbias=True, **fp8)
+    testing.assert_same_bytes(got, activation_bwd(dy, total, scale, dz_t=True, dbias=True, **fp8))
+    measured = activation_bwd(dy, z, None, bias, activation=name, dz=False, amax=True)
+    testing.assert_same_bytes(measured.amax, got.amax)
+
+
 @pytest.mark.parametrize("data", ["normal", "below zero", "zeros", "one large", "one NaN", "one infinite"])
 @pytest.mark.parametrize("name", ["gelu", "silu_linear"])
 def test_the_maximum_alone_is_that_of_the_pass_that_stores(name, data):
@@ -165,10 +188,12 @@ def test_the_maximum_alone_is_that_of_the_pass_that_stores(name, data):
         z = z.at[place].set({"one large": 50.0, "one NaN": jnp.nan, "one infinite": jnp.inf}[data])
         dy = dy.at[place[0], place[2]].set(40.0)
     scale, quantized = jnp.float32(1.0), dict(activation=name, dtype=E5M2, amax=True)
-    stored = activation_fwd(z, scale, **quantized).amax
-    testing.assert_same_bytes(activation_fwd(z, None, activation=name, y=False, amax=True).amax, stored)
-    stored = activation_bwd(dy, z, scale, **quantized).amax
-    testing.assert_same_bytes(activation_bwd(dy, z, None, activation=name, dz=False, amax=True).amax, stored)
+    for bias in (None, bias_of(name, 1160)):
+        stored = activation_fwd(z, scale, bias, **quantized).amax
+        testing.assert_same_bytes(activation_fwd(z, None, bias, activation=name, y=False, amax=True).amax, stored)
+        stored = activation_bwd(dy, z, scale, bias, **quantized).amax
+        measured = activation_bwd(dy, z, None, bias, activation=name, dz=False, amax=True)
+        testing.assert_same_bytes(measured.amax, stored)
 
 
 @pytest.mark.parametrize("name, dtype", [(n, F32) for n in NAMES] + [("gelu", F16), ("silu_linear", BF16)])
@@ -187,12 +212,6 @@ def test_op(name, dtype):
         gradient_bound=bound,
         key=jax.random.key(0),
     )
-
-
-# The bias may have any dtype; sums that z's dtype can't hold are curved as they are.
-BIASED = [(i, n, s, d, F32) for i, n, s, d in CASES] + [
-    ("handler", "silu_linear", (5, 40), z, b) for z in DTYPES for b in (F16, BF16)
-]
 
 
 @pytest.mark.parametrize("implementation, name, shape, dtype, bias_dtype", BIASED, indirect=["implementation"])
@@ -287,13 +306,12 @@ def test_kernels_agree_with_their_references(name, fp8):
     check_kernel(activation_fwd, [z, scale], {**attributes, "y_t": fp8 is not None}, assert_same, specs=[z_spec, P()])
     attributes |= {"dz_t": fp8 is not None, "dbias": True}
     check_kernel(activation_bwd, [dy, z, scale], attributes, assert_same, specs=[dy_spec, z_spec, P()])
-    if fp8 is None:
-        bias, of_bias = bias_of(name, 32), P(None, "model")
-        forward = {"activation": name, "amax": True}
-        check_kernel(activation_fwd, [z, None, bias], forward, assert_same, specs=[z_spec, None, of_bias])
-        for spec in (of_bias, P()):
-            specs = [dy_spec, z_spec, None, spec]
-            check_kernel(activation_bwd, [dy, z, None, bias], attributes, assert_same, specs=specs)
+    bias, of_bias = bias_of(name, 32), P(None, "model")
+    forward = {"activation": name, "dtype": fp8, "amax": True, "y_t": fp8 is not None}
+    check_kernel(activation_fwd, [z, scale, bias], forward, assert_same, specs=[z_spec, P(), of_bias])
+    for spec in (of_bias, P()):
+        specs = [dy_spec, z_spec, P(), spec]
+        check_kernel(activation_bwd, [dy, z, scale, bias], attributes, assert_same, specs=specs)
 
 
 def test_relative_precision_of_the_tails(implementation):
@@ -408,9 +426,6 @@ def test_activations_without_a_kernel():
         r"activation_fwd: bias: expected \[1, 8\], got \[1, 1\]": lambda z: activation_fwd(
             z, None, z[0, :, :1], activation="silu"
         ),
-        r"activation_bwd: bias: expected none with a scale": lambda z: activation_bwd(
-            z[:, 0], z, 1.0, z[0], activation="silu", dtype=E4M3
-        ),
         "activation_bwd: dtype: expected FP8 with a scale": lambda z: activation_bwd(
             z[:, 0], z, None, activation="silu", dtype=E4M3
         ),
@@ -465,14 +480,6 @@ def test_malformed_calls_raise(argument, wrong):
             (operands if argument in operands else results)[argument] = wrong
             with pytest.raises(Exception, match=f"te_{name}: "):
                 call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP, **FROM_SCALE})
-
-
-def test_a_bias_with_a_scale_raises():
-    for name, (operands, results) in (("activation_fwd", FWD), ("activation_bwd", BWD)):
-        operands, result = {**operands, "scale": ((), F32), "bias": ((2, 8), F32)}, next(iter(results))
-        results = {**results, result: (results[result][0], E4M3)}
-        with pytest.raises(Exception, match=f"te_{name}: bias: expected none with a scale"):
-            call_handler(name, operands, results, {"activation": "silu_linear", **CLAMP, **FROM_SCALE})
 
 
 @pytest.mark.parametrize("name", ["", "swish", "linear", "_linear", "gelu_", "gelu_linear_linear"])

@@ -58,8 +58,8 @@ def fused(x, gamma, beta, kernels, biases, *, case, quantizers=None):
 def composed(x, gamma, beta, kernels, biases, *, case, quantizers=(None, None)):
     options, _, activations, _ = CASES[case]
     x = x if options is None else norm(options, x, gamma, beta)
-    z = dense(x, kernels[0], biases[0], quantizers=quantizers[0])
-    return dense(activation(z, activations), kernels[1], biases[1], quantizers=quantizers[1])
+    z = dense(x, kernels[0], quantizers=quantizers[0])
+    return dense(activation(z, activations, bias=biases[0]), kernels[1], biases[1], quantizers=quantizers[1])
 
 
 def plain(x, gamma, beta, kernels, biases, *, case, roundings=(None, None)):

@@ -125,7 +125,7 @@ class ActivationBwd(NamedTuple):
     scale_inv: jax.Array | None  # f32[] 1 / the scale
 
 
-def _split(op: str, z, scale, bias, activation: str, clamp: Clamp) -> tuple[Point, Point | None]:
+def _split(op: str, z, bias, activation: str, clamp: Clamp) -> tuple[Point, Point | None]:
     """The curve at z[0], bias included, and what it is multiplied by where the activation is gated."""
     name = activation.removesuffix("_linear")
     inputs = 1 if name == activation else 2
@@ -140,8 +140,6 @@ def _split(op: str, z, scale, bias, activation: str, clamp: Clamp) -> tuple[Poin
     if bias is not None:
         if bias.shape != z.shape[-2:]:
             raise ValueError(f"{op}: bias: expected {list(z.shape[-2:])}, got {list(bias.shape)}")
-        if scale is not None:
-            raise ValueError(f"{op}: bias: expected none with a scale, as the product before adds it in FP8")
         wide = wide + bias.astype(jnp.float32)
     if activation == CLAMPED:
         return _clamped_silu(wide[..., 0, :], clamp), _clamped_linear(wide[..., 1, :], clamp)
@@ -156,10 +154,9 @@ def activation_fwd(
     """y from z[.., A, N]; with a scale y is FP8 (`dtype`), without it z's dtype or `dtype`.
 
     scale: f32[], or what `scaling` says. A report takes the place of amax. Without y, amax is that of the values
-    themselves, in f32. A bias[A, N] (f32, f16 or bf16; none with a scale) is
-    added to z in f32.
+    themselves, in f32. A bias[A, N] (f32, f16 or bf16) is added to z in f32.
     """
-    curve, gate = _split("activation_fwd", z, scale, bias, activation, Clamp(limit, alpha, glu_linear_offset))
+    curve, gate = _split("activation_fwd", z, bias, activation, Clamp(limit, alpha, glu_linear_offset))
     values = curve.value if gate is None else curve.value * gate.value
     out = store(
         "activation_fwd", values, scale, dtype=dtype or z.dtype, k_axes=1, y=y, transposed=y_t, amax=amax,
@@ -186,10 +183,9 @@ def activation_bwd(
     """dz from dy[.., N] and z; with a scale dz is FP8 (`dtype`), without it z's dtype or `dtype`.
 
     scale: f32[], or what `scaling` says. A report takes the place of amax. Without dz, amax is that of the values
-    themselves, in f32. in_place: a dz of z's dtype takes z's buffer. A bias is
-    what `activation_fwd` added to z.
+    themselves, in f32. in_place: a dz of z's dtype takes z's buffer. A bias is what `activation_fwd` added to z.
     """
-    curve, gate = _split("activation_bwd", z, scale, bias, activation, Clamp(limit, alpha, glu_linear_offset))
+    curve, gate = _split("activation_bwd", z, bias, activation, Clamp(limit, alpha, glu_linear_offset))
     dy = dy.astype(jnp.float32)
     if gate is None:
         values = (dy * curve.slope)[..., None, :]

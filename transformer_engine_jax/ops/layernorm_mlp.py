@@ -36,28 +36,28 @@ from transformer_engine_jax.ops.quantize import Cast, Casting, quantize_for
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
 
 
-def activation_forward(fused: Fused, z, quantizer: Quantizer) -> Cast:
-    """The activation of z[.., A, N], quantized both ways in the pass that computes it.
+def activation_forward(fused: Fused, z, bias, quantizer: Quantizer) -> Cast:
+    """The activation of z[.., A, N] + bias[A, N], quantized both ways in the pass that computes it.
 
     A recipe that needs its amax first computes it twice: that moves fewer bytes than to store it in between.
     """
 
     def run(scale, **results):
-        return activation_fwd(z, scale, **fused._asdict(), **results)
+        return activation_fwd(z, scale, bias, **fused._asdict(), **results)
 
     casting = Casting.of(quantizer, lambda: run(None, y=False, amax=True).amax)
     out = run(casting.scale, y_t=True, **casting.options)
     return casting.result(out.y, out.y_t, out)
 
 
-def activation_backward(fused: Fused, dy, z, quantizer: Quantizer, *, dbias: bool) -> Cast:
+def activation_backward(fused: Fused, dy, z, bias, quantizer: Quantizer) -> Cast:
     """The gradient of z[.., A, N], quantized likewise, with its sum over tokens where there is a bias."""
 
     def run(scale, **results):
-        return activation_bwd(dy, z, scale, **fused._asdict(), **results)
+        return activation_bwd(dy, z, scale, bias, **fused._asdict(), **results)
 
     casting = Casting.of(quantizer, lambda: run(None, dz=False, amax=True).amax)
-    out = run(casting.scale, dz_t=True, dbias=dbias, **casting.options)
+    out = run(casting.scale, dz_t=True, dbias=bias is not None, **casting.options)
     return casting.result(out.dz, out.dz_t, out, out.dbias)
 
 
@@ -75,22 +75,21 @@ def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, ker
         cast_x, norm_saved = quantize_for(quantizers_1.x, x, q_t=True), None
     else:
         cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers_1.x)
-    z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, bias_1, main_grad_1, quantizers_1)
+    # The activation adds the bias for nothing, a product for 7 % of its time at gpt's size on an H200.
+    z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, None, main_grad_1, quantizers_1)
     z = checkpoint_name(z, static.names[0])
-    cast_a = activation_forward(static.activation, z, quantizers_2.x)
+    cast_a = activation_forward(static.activation, z, bias_1, quantizers_2.x)
     y, saved_2 = dense_forward(
         static.dense_2, cast_a, kernel_2, bias_2, main_grad_2, quantizers_2, x if static.dense_2.residual else None
     )
-    return checkpoint_name(y, static.names[1]), (norm_saved, saved_1, z, saved_2)
+    return checkpoint_name(y, static.names[1]), (norm_saved, saved_1, z, bias_1, saved_2)
 
 
 def _backward(static: _Static, residuals, dy):
-    norm_saved, saved_1, z, saved_2 = residuals
+    norm_saved, saved_1, z, bias_1, saved_2 = residuals
     cast_dy = quantize_gradient(static.dense_2, saved_2, dy)
     da, parameters_2, reports_2 = dense_backward(static.dense_2, saved_2, cast_dy)
-    cast_dz = activation_backward(
-        static.activation, da, z, saved_1.quantizers.grad, dbias=static.dense_1.bias_dtype is not None
-    )
+    cast_dz = activation_backward(static.activation, da, z, bias_1, saved_1.quantizers.grad)
     dx, parameters_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
     dgamma = dbeta = None
     past = dy if static.dense_2.residual else None
