@@ -152,30 +152,33 @@ void activations(int64_t rows, int64_t cols, DType dtype) {
   for (const char* name : {"gelu", "silu_linear", "relu", "clamped_silu_clamped_linear"}) {
     const int64_t inputs = parse_activation(name)->inputs();
     const auto attributes = [&](const Way& way) { return ActivationAttributes{way.scaling(), name, 7.f, 1.702f, 1.f}; };
-    for (const Way& way : kWays) {
+    for (const bool biased : {false, true}) {
+      for (const Way& way : kWays) {
+        Memory m;
+        const In z = m.in(dtype, {rows, inputs, cols}), bias = biased ? m.in(kF32, {inputs, cols}) : m.none();
+        check("activation_fwd",
+              ActivationFwd(nullptr, z, way.scale(m), bias, m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
+                            way.amax(m), way.reported(m), m.scalar(), attributes(way)));
+        check("activation_bwd", ActivationBwd(nullptr, m.in(dtype, {rows, cols}), z, way.scale(m), bias,
+                                              m.out(kE5M2, {rows, inputs, cols}), m.out(kE5M2, {inputs, cols, rows}),
+                                              way.amax(m), m.out(kF32, {inputs, cols}), way.reported(m), m.scalar(),
+                                              m.bytes(tile_partials(rows, inputs * cols)), attributes(way)));
+      }
+      // In high precision; then only measured.
       Memory m;
-      const In z = m.in(dtype, {rows, inputs, cols});
-      check("activation_fwd",
-            ActivationFwd(nullptr, z, way.scale(m), m.none(), m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
-                          way.amax(m), way.reported(m), m.scalar(), attributes(way)));
-      check("activation_bwd", ActivationBwd(nullptr, m.in(dtype, {rows, cols}), z, way.scale(m), m.none(),
-                                            m.out(kE5M2, {rows, inputs, cols}), m.out(kE5M2, {inputs, cols, rows}),
-                                            way.amax(m), m.out(kF32, {inputs, cols}), way.reported(m), m.scalar(),
-                                            m.bytes(tile_partials(rows, inputs * cols)), attributes(way)));
+      const In z = m.in(dtype, {rows, inputs, cols}), bias = biased ? m.in(kF32, {inputs, cols}) : m.none();
+      const In dy = m.in(dtype, {rows, cols});
+      check("activation_fwd", ActivationFwd(nullptr, z, m.none(), bias, m.out(dtype, {rows, cols}), m.nothing(),
+                                            m.nothing(), m.nothing(), m.nothing(), attributes(kWays[0])));
+      check("activation_bwd",
+            ActivationBwd(nullptr, dy, z, m.none(), bias, m.out(dtype, {rows, inputs, cols}), m.nothing(), m.nothing(),
+                          m.out(kF32, {inputs, cols}), m.nothing(), m.nothing(),
+                          m.bytes(tile_partials(rows, inputs * cols)), attributes(kWays[0])));
+      check("activation_fwd", ActivationFwd(nullptr, z, m.none(), bias, m.nothing(), m.nothing(), m.scalar(),
+                                            m.nothing(), m.nothing(), attributes(kWays[0])));
+      check("activation_bwd", ActivationBwd(nullptr, dy, z, m.none(), bias, m.nothing(), m.nothing(), m.scalar(),
+                                            m.nothing(), m.nothing(), m.nothing(), m.bytes(0), attributes(kWays[0])));
     }
-    // In high precision with a bias; then only measured.
-    Memory m;
-    const In z = m.in(dtype, {rows, inputs, cols}), dy = m.in(dtype, {rows, cols}), bias = m.in(kF32, {inputs, cols});
-    check("activation_fwd", ActivationFwd(nullptr, z, m.none(), bias, m.out(dtype, {rows, cols}), m.nothing(),
-                                          m.nothing(), m.nothing(), m.nothing(), attributes(kWays[0])));
-    check("activation_bwd",
-          ActivationBwd(nullptr, dy, z, m.none(), bias, m.out(dtype, {rows, inputs, cols}), m.nothing(), m.nothing(),
-                        m.out(kF32, {inputs, cols}), m.nothing(), m.nothing(),
-                        m.bytes(tile_partials(rows, inputs * cols)), attributes(kWays[0])));
-    check("activation_fwd", ActivationFwd(nullptr, z, m.none(), m.none(), m.nothing(), m.nothing(), m.scalar(),
-                                          m.nothing(), m.nothing(), attributes(kWays[0])));
-    check("activation_bwd", ActivationBwd(nullptr, dy, z, m.none(), m.none(), m.nothing(), m.nothing(), m.scalar(),
-                                          m.nothing(), m.nothing(), m.nothing(), m.bytes(0), attributes(kWays[0])));
   }
 }
 

@@ -45,11 +45,16 @@ struct StackedCast {
   __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const { unpack(raw, v[0]); }
 };
 
-// ---- Flat kernels: a thread takes kFlatLoads times 8 values a turn, neighbours 16 bytes apart.
+// ---- te_measure. Two large blocks a multiprocessor: as all end at about the same time, each one's atomic operations
+// on
+// ---- the maximum wait for those of the others. A thread has 128 bytes on their way.
 
-constexpr int kFlatThreads = 256;
-constexpr int kFlatLoads = 4;
-constexpr int kFlatChunk = kFlatThreads * kFlatLoads * 8;
+constexpr int kMeasureThreads = 512;
+constexpr int kMeasureBlocks = 2;  // on a multiprocessor
+template <typename T>
+constexpr int kMeasureLoads = 8 / Vec8<T>::kQuads;  // of 8 values, neighbouring threads 8 apart
+template <typename T>
+constexpr int kMeasureChunk = kMeasureThreads * kMeasureLoads<T> * 8;
 
 // Matrices of one size, measured together.
 template <typename T>
@@ -60,22 +65,22 @@ struct Parts {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kFlatThreads)
+__global__ void __launch_bounds__(kMeasureThreads, kMeasureBlocks)
     amax_flat(const Parts<T> parts, int64_t chunks, bool vector, AmaxTarget amax) {
   const int64_t size = parts.size;
   float most = 0.f;
   for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const int64_t number = chunk / parts.chunks;
     const T* const x = parts.part[number];
-    const int64_t first = (chunk - number * parts.chunks) * kFlatChunk + threadIdx.x * 8;
-    Vec8<T> raw[kFlatLoads];
+    const int64_t first = (chunk - number * parts.chunks) * kMeasureChunk<T> + threadIdx.x * 8;
+    Vec8<T> raw[kMeasureLoads<T>];
 #pragma unroll
-    for (int k = 0; k < kFlatLoads; ++k) {
-      const int64_t i = first + k * kFlatThreads * 8;
+    for (int k = 0; k < kMeasureLoads<T>; ++k) {
+      const int64_t i = first + k * kMeasureThreads * 8;
       raw[k] = vector && i + 8 <= size ? load8(x + i) : load8(x + i, static_cast<int>(min(size - i, int64_t{8})));
     }
 #pragma unroll
-    for (int k = 0; k < kFlatLoads; ++k) {
+    for (int k = 0; k < kMeasureLoads<T>; ++k) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) most = max_abs(most, raw[k][j]);
     }
@@ -85,6 +90,12 @@ __global__ void __launch_bounds__(kFlatThreads)
   __syncthreads();
   of_block.merge(amax);
 }
+
+// ---- te_dequantize: a thread takes kFlatLoads times 8 values a turn, neighbours 16 bytes apart.
+
+constexpr int kFlatThreads = 256;
+constexpr int kFlatLoads = 4;
+constexpr int kFlatChunk = kFlatThreads * kFlatLoads * 8;
 
 template <typename T, __nv_fp8_interpretation_t kFormat>
 __global__ void __launch_bounds__(kFlatThreads)
@@ -168,7 +179,7 @@ ffi::Error Measure(cudaStream_t stream, In x0, In x1, In x2, Out amax, Out repor
   return with_float(x0.element_type(), [&](auto t) {
     using T = decltype(t);
     Parts<T> parts = {{}, static_cast<int64_t>(x0.element_count()), 0};
-    parts.chunks = ceil_div(parts.size, kFlatChunk);
+    parts.chunks = ceil_div(parts.size, kMeasureChunk<T>);
     int count = 0;
     bool vector = true;
     for (const In& x : {x0, x1, x2}) {
@@ -177,9 +188,9 @@ ffi::Error Measure(cudaStream_t stream, In x0, In x1, In x2, Out amax, Out repor
       parts.part[count++] = static_cast<const T*>(x.untyped_data());
     }
     const int64_t chunks = count * parts.chunks,
-                  blocks = std::min<int64_t>(chunks, 8 * current_device().multiprocessors);
+                  blocks = std::min<int64_t>(chunks, kMeasureBlocks * current_device().multiprocessors);
     TE_CUDA_CHECK(prepare_amax(stream, blocks, &target));
-    TE_CUDA_CHECK(launch({blocks, kFlatThreads}, stream, amax_flat<T>, parts, chunks, vector, target));
+    TE_CUDA_CHECK(launch({blocks, kMeasureThreads}, stream, amax_flat<T>, parts, chunks, vector, target));
     TE_CUDA_CHECK(finish_amax(stream, target));
     return ffi::Error::Success();
   });

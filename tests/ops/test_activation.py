@@ -178,7 +178,9 @@ def test_fp8_results_with_a_bias(implementation, name, shape, dtype, bias_dtype)
 @pytest.mark.parametrize("name", ["gelu", "silu_linear"])
 def test_the_maximum_alone_is_that_of_the_pass_that_stores(name, data):
     # On a GPU a bound of each value decides whether it is computed; these have many tiles, and values that mislead.
-    z, dy = inputs(name, (700, 1160), BF16)
+    # There a block takes several tiles, and learns in between what others found.
+    shape = (4200, 8200) if jax.default_backend() == "gpu" else (700, 1160)
+    z, dy = inputs(name, shape, BF16)
     place = (650, 0, 1100)
     if data == "below zero":
         z = -20.0 * jnp.abs(z)
@@ -188,7 +190,7 @@ def test_the_maximum_alone_is_that_of_the_pass_that_stores(name, data):
         z = z.at[place].set({"one large": 50.0, "one NaN": jnp.nan, "one infinite": jnp.inf}[data])
         dy = dy.at[place[0], place[2]].set(40.0)
     scale, quantized = jnp.float32(1.0), dict(activation=name, dtype=E5M2, amax=True)
-    for bias in (None, bias_of(name, 1160)):
+    for bias in (None, bias_of(name, shape[1])):
         stored = activation_fwd(z, scale, bias, **quantized).amax
         testing.assert_same_bytes(activation_fwd(z, None, bias, activation=name, y=False, amax=True).amax, stored)
         stored = activation_bwd(dy, z, scale, bias, **quantized).amax
