@@ -169,8 +169,7 @@ __device__ __forceinline__ float bound(const Backward<T, kGated, kBias, Fixed<C>
 }
 
 // Blocks stay and take tiles in turn. Values are computed only where they may exceed the most that is known so far, of
-// all blocks: after the first tiles, next to nowhere, and a bound is cheap. Blocks tell each other after 1, 2, 4, 8, ..
-// tiles, as all read one address.
+// all blocks: after the first tiles, next to nowhere, and a bound is cheap.
 constexpr int kAmaxBlocks = 4;  // on a multiprocessor
 
 template <typename Producer>
@@ -178,12 +177,11 @@ __global__ void __launch_bounds__(kTileThreads, kAmaxBlocks)
     amax_tiles(const Producer in, const Result out, int64_t tiles) {
   constexpr int kRows = 8 / Producer::kOperands;  // of a thread at a time
   __shared__ BlockAmax amax;
-  float most = 0.f, known = 0.f;
-  unsigned turn = 0;
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+  float most = 0.f;
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const TilePlace place(out, static_cast<unsigned>(tile));
     const int64_t col = place.col * kTileSide + threadIdx.x % 16 * 8;
-    if (turn > 0 && (turn & (turn - 1)) == 0) known = out.amax.so_far();
+    const float known = out.amax.so_far();
     typename Producer::Columns columns = {};
     if (col < out.cols) columns = in.columns(col, 8, true);
 #pragma unroll 1
@@ -205,7 +203,7 @@ __global__ void __launch_bounds__(kTileThreads, kAmaxBlocks)
         for (int o = 0; o < Producer::kOutputs; ++o) most = max_abs(most, v[o]);
       }
     }
-    if ((turn & (turn + 1)) == 0) out.amax.note(most, known);
+    out.amax.note(most, known);
   }
   amax.note(most);
   __syncthreads();
