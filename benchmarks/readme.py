@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable
+
+from benchmarks.shapes import SHAPES, Shape
 
 ROOT = pathlib.Path(__file__).parent.parent
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
@@ -99,7 +102,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
         },
     ),
 }
-LONG = 16  # tables with more rows than this are folded away
+GLANCE = {"Flax bf16": "flax", "ours, bf16": "te-bf16", "delayed FP8": "te-delayed", "current FP8": "te-current"}
 
 
 def table(columns: Columns, rows: Iterable[dict]) -> str:
@@ -121,19 +124,45 @@ def section(document: dict) -> str:
     head = f"**{title}**: {devices} {document['device']}, {libraries}; `{document['command']}`{commit}."
     if skipped:
         head += f" Not run here: {', '.join(skipped)}."
-    body = table(columns, done)
-    if len(done) > LONG:
-        body = f"<details><summary>{len(done)} rows</summary>\n\n{body}\n\n</details>"
-    return f"{head}\n\n{body}\n"
+    return f"{head}\n\n{table(columns, done)}\n"
+
+
+def at_a_glance(documents: list[dict]) -> str:
+    """ms and speed-up of each layer that was measured: of several results the one that keeps the GPU busy."""
+    layers = [document for document in documents if document["benchmark"] == "layer"]
+    layers.sort(key=lambda document: "--turn" in document["command"])
+    measured: dict[str, dict[str, dict]] = {}
+    for row in itertools.chain.from_iterable(document["rows"] for document in layers):
+        if "skipped" not in row:
+            measured.setdefault(row["config"], {})[row["contender"]] = row
+
+    def cell(row: dict | None) -> str:
+        if row is None:
+            return ""
+        return f"{row['ms']:.3g} ms" + (f", x{row['speedup']:.2f}" if row["contender"] != "flax" else "")
+
+    columns: Columns = {"layer": lambda config: f"{config}: {_in_words(SHAPES[config])}"}
+    for title, contender in GLANCE.items():
+        columns[title] = lambda config, contender=contender: cell(measured[config].get(contender))
+    return table(columns, [config for config in SHAPES if config in measured]) + "\n" if measured else ""
+
+
+def _in_words(shape: Shape) -> str:
+    heads = f"{shape.heads} heads" + (f", {shape.groups} of keys" if shape.groups != shape.heads else "")
+    return f"{shape.batch} x {shape.seq} tokens of {shape.hidden}, MLP {shape.mlp}, {heads}"
 
 
 def render(results: pathlib.Path = RESULTS) -> str:
-    """What stands between the markers: each result, in the order of TABLES and then by file name."""
+    """What stands between the markers: the layers at a glance; folded away, each result, by benchmark and file name."""
     documents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
     documents.sort(key=lambda document: list(TABLES).index(document["benchmark"]))
     if not documents:
         return "No results are committed yet; `python -m benchmarks layer` measures on the machine at hand.\n"
-    return "\n".join(section(document) for document in documents)
+    parts = [at_a_glance(documents)]
+    for benchmark, group in itertools.groupby(documents, key=lambda document: document["benchmark"]):
+        sections = "\n".join(section(document) for document in group)
+        parts.append(f"<details><summary>{TABLES[benchmark][0]}</summary>\n\n{sections}\n</details>\n")
+    return "\n".join(parts)
 
 
 def written(text: str, results: pathlib.Path = RESULTS) -> str:

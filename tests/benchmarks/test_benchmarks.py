@@ -218,11 +218,15 @@ def test_readme_says_what_the_results_say():
     assert readme.written(text) == text, "run `python -m benchmarks readme`"
 
 
-def test_results_become_tables(tmp_path):
+def test_results_become_tables(tmp_path, monkeypatch):
     ran = {"config": "gpt", "contender": "te-delayed", "ms": 18.44, "spread": 0.02, "speedup": 1.704}
     ran |= {"compile_s": 3, "temp_gib": 1.5}
     report.save(tmp_path / "b.json", "layer", [ran, {"config": "gpt", "contender": "nvidia-bf16", "skipped": "absent"}])
+    busy = [{**ran, "ms": 18.1, "speedup": 1.75}, {**ran, "contender": "flax", "ms": 31.4, "speedup": 1}]
+    monkeypatch.setattr("sys.argv", ["benchmarks", "layer", "--turn", "0.2"])
+    report.save(tmp_path / "a.json", "layer", busy)
     text = readme.written(f"before {readme.BEGIN}old{readme.END} after", tmp_path)
     assert text.startswith("before ") and text.endswith(" after") and "old" not in text
     assert "| gpt | te-delayed | 18.4 | 2% | 1.70 |  | 3.0 | 1.50 |" in text and "Not run here: nvidia-bf16." in text
+    assert "MLP 16384, 32 heads | 31.4 ms |  | 18.1 ms, x1.75 |  |" in text.split("<details>")[0]
     assert layer.line(ran | {"tflop_per_s": 1.0, "trace_s": 1.0})
