@@ -122,6 +122,28 @@ def test_bias_of_the_first_product_is_the_activation_s():
     assert not any(f"{INNER}]" in result for result in by_jax), by_jax
 
 
+def test_bias_of_the_first_product_is_the_activation_s_in_fp8():
+    (x, gamma, beta, kernels, biases), _ = inputs("layernorm gelu", jnp.bfloat16)
+    quantizers = tuple(emulated.quantizers(s, DELAYED) for s in states())
+    op = lambda *biases: fused(x, gamma, beta, kernels, biases, case="layernorm gelu", quantizers=quantizers)
+    text = str(jax.make_jaxpr(op)(*biases))
+    absent = re.findall(r"<kernel (gemm|activation_fwd):.*absent=\(([^)]*)\)", text)
+    without_bias = [(name, operands.split(", ")[{"gemm": 4, "activation_fwd": 2}[name]]) for name, operands in absent]
+    assert without_bias == [("gemm", "True"), ("activation_fwd", "False"), ("gemm", "False")]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_biases_of_f64_are_added_as_f32(name):
+    arrays, dy = inputs("layernorm gelu")
+    y, grads, _ = step(fused, "layernorm gelu", arrays, dy, states(), RECIPES[name])
+    with jax.enable_x64(True):
+        wide = (*arrays[:4], tuple(b.astype(jnp.float64) for b in arrays[4]))
+        y_64, grads_64, _ = step(fused, "layernorm gelu", wide, dy, states(), RECIPES[name])
+    assert [b.dtype for b in grads_64[4]] == [jnp.float64] * 2
+    testing.assert_same_bytes(y_64, y)
+    testing.assert_close(grads_64, grads, 1e-7)
+
+
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_high_precision_sharded_is_unsharded(explicit):
     case = "layernorm gelu"

@@ -240,7 +240,7 @@ def activation(z, activations: Activations, params: Mapping[str, float] | Clamp 
             raise ValueError(
                 f"activation: bias: expected f32, f16 or bf16{list(z.shape[-2:])}, got {bias.dtype}{list(bias.shape)}"
             )
-        bias = bias.astype(jnp.float32) if bias.dtype.itemsize > 4 else bias  # f64, where JAX has that
+        bias = as_added(bias)
     if fused is not None:
         return _activation(fused, z, bias)
     if bias is not None:
@@ -280,6 +280,11 @@ def _clamp(activations: tuple[str | Callable, ...], params: Mapping[str, float] 
         if not math.isfinite(value) or (value <= 0 and name != "glu_linear_offset"):
             raise ValueError(f"activation: params: {name}: expected a finite number, limit and alpha > 0, got {value}")
     return clamp
+
+
+def as_added(bias) -> jax.Array | None:
+    """A bias as the kernels take it: f64, where JAX has that, as f32."""
+    return bias if bias is None or bias.dtype.itemsize <= 4 else bias.astype(jnp.float32)
 
 
 def as_tuple(activations: Activations) -> tuple[str | Callable, ...]:

@@ -16,6 +16,7 @@ from transformer_engine_jax.ops.activation import (
     activation,
     activation_bwd,
     activation_fwd,
+    as_added,
     as_tuple,
     fused_activation,
 )
@@ -78,6 +79,7 @@ def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, ker
     # The activation adds the bias for nothing, a product for 7 % of its time at gpt's size on an H200.
     z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, None, main_grad_1, quantizers_1)
     z = checkpoint_name(z, static.names[0])
+    bias_1 = as_added(bias_1)
     cast_a = activation_forward(static.activation, z, bias_1, quantizers_2.x)
     y, saved_2 = dense_forward(
         static.dense_2, cast_a, kernel_2, bias_2, main_grad_2, quantizers_2, x if static.dense_2.residual else None
