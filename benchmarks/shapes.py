@@ -81,17 +81,18 @@ def products(shape: Shape) -> list[Product]:
     return found
 
 
+_LLAMA = {"rmsnorm": True, "gated": True, "rope": True, "biases": False}
 SHAPES = {
     "gpt": Shape(8, 2048, 4096, 16384, 32, 32),
-    "llama": Shape(4, 4096, 4096, 14336, 32, 8, rmsnorm=True, gated=True, rope=True, biases=False),
+    "llama": Shape(4, 4096, 4096, 14336, 32, 8, **_LLAMA),
     "small": Shape(8, 1024, 1024, 4096, 16, 16),
     "gpt2": Shape(8, 1024, 768, 3072, 12, 12),
     "gpt2-xl": Shape(4, 1024, 1600, 6400, 25, 25),
     "gpt3-xl": Shape(4, 2048, 2048, 8192, 16, 16),
     "gpt3-13b": Shape(2, 2048, 5120, 20480, 40, 40),
-    "llama-1b": Shape(4, 2048, 2048, 8192, 32, 8, rmsnorm=True, gated=True, rope=True, biases=False),
-    "llama-8k": Shape(1, 8192, 4096, 14336, 32, 8, rmsnorm=True, gated=True, rope=True, biases=False),
-    "llama-70b": Shape(2, 4096, 8192, 28672, 64, 8, rmsnorm=True, gated=True, rope=True, biases=False),
+    "llama-1b": Shape(4, 2048, 2048, 8192, 32, 8, **_LLAMA),
+    "llama-8k": Shape(1, 8192, 4096, 14336, 32, 8, **_LLAMA),
+    "llama-70b": Shape(2, 4096, 8192, 28672, 64, 8, **_LLAMA),
     "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as is the next
-    "tiny-llama": Shape(2, 64, 128, 256, 4, 2, rmsnorm=True, gated=True, rope=True, biases=False),
+    "tiny-llama": Shape(2, 64, 128, 256, 4, 2, **_LLAMA),
 }

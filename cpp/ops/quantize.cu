@@ -45,9 +45,8 @@ struct StackedCast {
   __device__ __forceinline__ void values(const Raw& raw, const Columns&, float (&v)[1][8]) const { unpack(raw, v[0]); }
 };
 
-// ---- te_measure. Two large blocks a multiprocessor: as all end at about the same time, each one's atomic operations
-// on
-// ---- the maximum wait for those of the others. A thread has 128 bytes on their way.
+// ---- te_measure. Two large blocks a multiprocessor: all end at about the same time, and each one's atomic operations
+// ---- on the maximum wait for the others'. A thread has 128 bytes on their way.
 
 constexpr int kMeasureThreads = 512;
 constexpr int kMeasureBlocks = 2;  // on a multiprocessor
