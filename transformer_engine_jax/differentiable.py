@@ -80,6 +80,7 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     def op_backward(static, saved, cotangent):
         residuals, shardings = saved
+        residuals, cotangent = all_at_once(residuals, cotangent)  # where it is given early, it waits for the forward
         return tuple(map(_resharded, backward(static, residuals, cotangent), shardings))
 
     op.defvjp(op_forward, op_backward)

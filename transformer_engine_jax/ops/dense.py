@@ -92,19 +92,27 @@ def save(static: Dense, cast_x: Cast, cast_kernel: Cast, main_grad, quantizers: 
     return Saved(x_t, kernel, x_amax, kernel_amax, main_grad if static.adds else None, quantizers)
 
 
-def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None):
-    """From a gradient quantized both ways those of x (added to `dx`), of (kernel, bias, main_grad), and the reports."""
+def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None, then=lambda dx: dx, kernel_last: bool = False):
+    """From a gradient quantized both ways then(that of x, added to `dx`), those of (kernel, bias, main_grad), reports.
+
+    Before `then` comes the kernel's gradient, which lets go of its operands; kernel_last: after it.
+    """
     quantizers = saved.quantizers
     recipe = quantizers.grad.spec.recipe
     n_axes = saved.kernel.data.ndim - static.k_axes
     m_axes = saved.x_t.data.ndim - static.k_axes
+    x_t = saved.x_t
     dx = matmul(cast_dy.q, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx)
+    if kernel_last:
+        dx, x_t = all_at_once(then(dx), x_t)
     accumulates = static.adds is not None
     dtype = np.dtype(np.float32) if accumulates else static.kernel_dtype
     dkernel = matmul(
-        saved.x_t, cast_dy.q_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, saved.main_grad, in_place=bool(static.adds)
+        x_t, cast_dy.q_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, saved.main_grad, in_place=bool(static.adds)
     )
     dx, dkernel = all_at_once(dx, dkernel)
+    if not kernel_last:
+        dx = then(dx)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
     reports = GemmQuantizers(*observe(quantizers, (saved.x_amax, saved.kernel_amax, cast_dy.amax)))
     return dx, (None, dbias, dkernel) if accumulates else (dkernel, dbias, None), reports

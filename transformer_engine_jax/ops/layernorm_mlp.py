@@ -22,6 +22,7 @@ from transformer_engine_jax.ops.activation import (
 )
 from transformer_engine_jax.ops.dense import (
     Dense,
+    Saved,
     arrays,
     check_dense,
     check_residual,
@@ -87,11 +88,33 @@ def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, ker
     return checkpoint_name(y, static.names[1]), (norm_saved, saved_1, z, bias_1, saved_2)
 
 
+def _second_kernel_last(static: _Static, saved: Saved, cast_dy: Cast) -> bool:
+    """Whether the second kernel's gradient, which could let go of its operands, waits for the activation's.
+
+    That takes less memory where the gradient is the larger, and most memory is in use at the activation, not at the
+    first kernel's gradient: in training steps of llama's and GPT's shapes, compiled, where it is 1.5 to 2.5 times as
+    large as its operands, 5 to 8 thousand tokens for a hidden size of 4096.
+    """
+    if static.dense_2.adds is not None:
+        return False  # it takes no memory of its own
+    gradient = saved.kernel.data.size * static.dense_2.kernel_dtype.itemsize
+    return 1.5 < gradient / (saved.x_t.data.nbytes + cast_dy.q_t.data.nbytes) < 2.5
+
+
 def _backward(static: _Static, residuals, dy):
     norm_saved, saved_1, z, bias_1, saved_2 = residuals
     cast_dy = quantize_gradient(static.dense_2, saved_2, dy)
-    da, parameters_2, reports_2 = dense_backward(static.dense_2, saved_2, cast_dy)
-    cast_dz = activation_backward(static.activation, da, z, bias_1, saved_1.quantizers.grad)
+
+    def through_activation(da):
+        return activation_backward(static.activation, da, z, bias_1, saved_1.quantizers.grad)
+
+    cast_dz, parameters_2, reports_2 = dense_backward(
+        static.dense_2,
+        saved_2,
+        cast_dy,
+        then=through_activation,
+        kernel_last=_second_kernel_last(static, saved_2, cast_dy),
+    )
     dx, parameters_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
     dgamma = dbeta = None
     past = dy if static.dense_2.residual else None

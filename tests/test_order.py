@@ -1,0 +1,102 @@
+"""The order in which gradients are computed on one device, as dependencies in the traced step: it bounds its memory."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import pytest
+from emulated import DELAYED, F32
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.kernel import kernel_p
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+
+WIDTH = 64
+
+
+def runs(step, *args) -> dict[tuple[str, tuple[int, ...]], set]:
+    """Of each kernel that a step runs, as (name, shape of its first result): those that must run before it."""
+    before, found = {}, {}
+
+    def visit(jaxpr, given):
+        before.update(zip(jaxpr.invars, given))
+        of = lambda v: before.get(v, frozenset()) if not isinstance(v, jax.extend.core.Literal) else frozenset()
+        for eqn in jaxpr.eqns:
+            past = frozenset().union(*map(of, eqn.invars))
+            inner = eqn.params.get("jaxpr")
+            if inner is not None:
+                inner = getattr(inner, "jaxpr", inner)
+                visit(inner, [of(v) for v in eqn.invars])
+                before.update(zip(eqn.outvars, map(of, inner.outvars)))
+                continue
+            if eqn.primitive is kernel_p:
+                name = eqn.params["call"].kernel.name, eqn.outvars[0].aval.shape
+                found[name] = found.get(name, set()) | past
+                past |= {name}
+            before.update((v, past) for v in eqn.outvars)
+
+    visit(jax.make_jaxpr(step)(*args).jaxpr, [])
+    return found
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Over several devices, which tests have, the order is left to XLA; JAX keeps what it traced."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def quantizers(n: int):
+    return tuple(emulated.quantizers(emulated.states((1.0, 1.0, 1.0)), DELAYED) for _ in range(n))
+
+
+def mlp_step(tokens: int):
+    """A step of layernorm_mlp, kernels [64, 1, 64] and [64, 64], and its arguments, of which the last is dy."""
+    x, gamma, k1, k2, dy = (
+        jnp.asarray(a, jnp.float32)
+        for a in emulated.normal(0, (tokens, WIDTH), WIDTH, (WIDTH, 1, WIDTH), (WIDTH, WIDTH), (tokens, WIDTH))
+    )
+
+    def step(*args):
+        *arrays, dy = args
+        return jax.vjp(lambda *a: layernorm_mlp(*a[:2], None, a[2:], quantizers=quantizers(2)), *arrays)[1](dy)
+
+    return step, (x, gamma, k1, k2, dy)
+
+
+@pytest.mark.parametrize(
+    "tokens, last",
+    [(48, False), (56, True), (80, True), (96, False)],
+    ids=["2.7 times", "2.3 times", "1.6 times", "1.3 times"],
+)
+def test_second_kernel_s_gradient_waits_for_the_activation_where_its_operands_are_smaller(tokens, last, one_device):
+    step, args = mlp_step(tokens)
+    found = runs(step, *args)
+    gradient = ("gemm", (WIDTH, WIDTH))  # the first kernel's is [64, 1, 64]
+    activation = next(name for name in found if name[0] == "activation_bwd")
+    assert (activation in found[gradient]) == last
+    assert (gradient in found[activation]) != last
+    assert {gradient, activation} <= found["gemm", (WIDTH, 1, WIDTH)], "the first kernel's gradient is last of all"
+
+
+@pytest.mark.parametrize("tokens", [48, 56])
+def test_the_order_changes_no_value(tokens, request):
+    step, args = mlp_step(tokens)
+    expected = jax.jit(step)(*args)
+    request.getfixturevalue("one_device")
+    testing.assert_close(jax.jit(step)(*args), expected, F32)
+
+
+def test_a_backward_pass_waits_for_its_forward(request):
+    x, kernel, dy = (jnp.asarray(a, jnp.float32) for a in emulated.normal(0, (32, WIDTH), (WIDTH, 48), (32, 48)))
+
+    def step(x, kernel, dy):
+        y, vjp = jax.vjp(lambda *a: dense(*a, quantizers=quantizers(1)[0]), x, kernel)
+        return y, vjp(dy)
+
+    output, gradient = ("gemm", (32, 48)), ("gemm", (32, WIDTH))
+    assert output not in runs(step, x, kernel, dy)[gradient], "nothing but the order asks for it"
+    request.getfixturevalue("one_device")
+    assert output in runs(step, x, kernel, dy)[gradient], "what waits in memory for a gradient that is given"
