@@ -40,8 +40,11 @@ struct AmaxTarget {
     for (int bin = threadIdx.x % 32; bin < bins; bin += 32) value[bin] = bin == here ? amax : 0.f;
   }
 
-  // What is known of the maximum while blocks run, and a warp's contribution to it, where it has more.
+  // What is known of the maximum while blocks run; a thread's contribution to it, and a warp's, where it has more.
   __device__ __forceinline__ float so_far() const { return __uint_as_float(__ldcg(shared())); }
+  __device__ __forceinline__ float exchange(uint32_t mine) const {
+    return __uint_as_float(max(mine, atomicMax(shared(), mine)));
+  }
   __device__ __forceinline__ void note(float mine, float known) const {
     const uint32_t most = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));
     if (threadIdx.x % 32 == 0 && most > __float_as_uint(known)) atomicMax(shared(), most);
@@ -83,10 +86,21 @@ inline cudaError_t finish_amax(cudaStream_t stream, const AmaxTarget& target) {
 // come after it hide its atomic operations. The last block of all stores the maximum.
 struct BlockAmax {
   uint32_t of_warp[32];
+  float so_far;
 
   __device__ __forceinline__ void note(float mine) {
     const uint32_t most = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = most;
+  }
+  // Instead, while blocks run: to all threads, the most of theirs and of what other blocks found so far.
+  __device__ __forceinline__ float exchange(const AmaxTarget& target) {
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      const uint32_t most = __reduce_max_sync(0xffffffffu, threadIdx.x < blockDim.x / 32 ? of_warp[threadIdx.x] : 0u);
+      if (threadIdx.x == 0) so_far = target.exchange(most);
+    }
+    __syncthreads();
+    return so_far;
   }
   __device__ __forceinline__ void merge(const AmaxTarget& target) const {
     if (!target.value || threadIdx.x >= 32) return;

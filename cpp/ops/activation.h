@@ -79,7 +79,7 @@ struct Gelu : LinearGate {
     const float c = at_most(9.9f, x);
     return gated_by_logistic(x, c, c * (kLinear + kCubic * (c * c)), kLinear + 3.f * kCubic * (c * c));
   }
-  // Bounds of |value| and |slope| that are cheaper than these; NaN where x is.
+  // Bounds of |value| and |slope| that are cheaper than these; NaN where x is, and never less for a larger x.
   static constexpr bool kBounded = true;
   TE_MATH static Point most(float x) { return {at_least(0.1701f, x), 1.13f}; }
 };

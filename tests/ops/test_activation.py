@@ -174,21 +174,35 @@ def test_fp8_results_with_a_bias(implementation, name, shape, dtype, bias_dtype)
     testing.assert_same_bytes(measured.amax, got.amax)
 
 
-@pytest.mark.parametrize("data", ["normal", "below zero", "zeros", "one large", "one NaN", "one infinite"])
+# What one element of z may be, at its row, column and, of two inputs, which.
+ODD_ONES = {
+    "one large": (650, 0, 1100, 50.0),
+    "one NaN": (650, 0, 1100, np.nan),
+    "a negative NaN in the last row": (-1, 0, -1, -np.nan),
+    "one infinite": (650, 0, 1100, np.inf),
+    "one infinite below zero": (3, 0, 129, -np.inf),
+    "a NaN in the gate": (650, -1, 1101, np.nan),
+    "one large below zero in the gate": (650, -1, 1101, -300.0),
+}
+
+
+@pytest.mark.parametrize("data", ["normal", "below zero", "zeros", "a NaN in the gradient", *ODD_ONES])
 @pytest.mark.parametrize("name", ["gelu", "silu_linear"])
 def test_the_maximum_alone_is_that_of_the_pass_that_stores(name, data):
-    # On a GPU a bound of each value decides whether it is computed; these have many tiles, and values that mislead.
-    # There a block takes several tiles, and learns in between what others found.
+    # On a GPU a bound of several values decides whether they are computed; these have many tiles, and values that
+    # mislead. There a block takes several tiles, and learns in between what others found.
     shape = (4200, 8200) if jax.default_backend() == "gpu" else (700, 1160)
     z, dy = inputs(name, shape, BF16)
-    place = (650, 0, 1100)
     if data == "below zero":
         z = -20.0 * jnp.abs(z)
     elif data == "zeros":
         z, dy = jnp.zeros_like(z), jnp.zeros_like(dy)
-    elif data != "normal":
-        z = z.at[place].set({"one large": 50.0, "one NaN": jnp.nan, "one infinite": jnp.inf}[data])
-        dy = dy.at[place[0], place[2]].set(40.0)
+    elif data == "a NaN in the gradient":
+        dy = dy.at[-1, 17].set(-jnp.nan)
+    elif data in ODD_ONES:
+        row, which, col, value = ODD_ONES[data]
+        z = z.at[row, which, col].set(value)
+        dy = dy.at[row, col].set(40.0)
     scale, quantized = jnp.float32(1.0), dict(activation=name, dtype=E5M2, amax=True)
     for bias in (None, bias_of(name, shape[1])):
         stored = activation_fwd(z, scale, bias, **quantized).amax
