@@ -119,7 +119,7 @@ def copy(x):
 def _draw(i: int, shape: tuple[int, ...], dtype) -> jax.Array:
     if shape == ():
         return jnp.float32(16.0)
-    # Drawn as f32: of bf16's own normal numbers one in a hundred is the largest, as in no tensor of a model, and a kernel
+    # Drawn as f32: of JAX's normal numbers in bf16 one in 128 is the largest, as in no tensor of a model, and a kernel
     # that looks for the largest would find one everywhere.
     x = jax.random.normal(jax.random.key(i), shape)
     return (jnp.abs(x) + 0.5 if len(shape) == 1 else x).astype(dtype)  # one axis: gamma, or rstd

@@ -31,6 +31,7 @@ struct Norm {
 constexpr int kStripThreads = 256;
 constexpr int kStripRows = 32;  // 4 a warp
 constexpr int kLargestCluster = 16;
+constexpr int64_t kMostRows = 1 << 30;
 
 // A thread holds kSteps times 4 rows x 8 columns.
 template <typename T, int kSteps>
@@ -114,13 +115,14 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   const auto here = [&](int step) { return (step * 32 + lane) * 8 < cols_here; };
   const float per_column = 1.f / static_cast<float>(out.cols), per_column_here = 1.f / static_cast<float>(cols_here);
   // From the last strip to the first, see cuda.cuh.
-  const int64_t strips = (out.rows + kStripRows - 1) / kStripRows, stride = gridDim.x / cluster * kStripRows;
-  const int64_t first = (strips - 1 - blockIdx.x / cluster) * kStripRows;
+  const int rows = static_cast<int>(out.rows), strips = (rows - 1) / kStripRows + 1;
+  const int stride = static_cast<int>(gridDim.x) / cluster * kStripRows;
+  const int first = (strips - 1 - static_cast<int>(blockIdx.x) / cluster) * kStripRows;
   // Where the 4 rows begin for this thread. Rows beyond the last repeat it: nothing else need know of them.
-  const auto offset = [&](int64_t row0, int i) {
-    return min(row0 + warp * 4 + i, out.rows - 1) * out.cols + col0 + lane * 8;
+  const auto offset = [&](int row0, int i) {
+    return min(row0 + warp * 4 + i, rows - 1) * out.cols + col0 + lane * 8;
   };
-  const auto fetch = [&](int64_t row0) {
+  const auto fetch = [&](int row0) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const T* x = static_cast<const T*>(a.x) + offset(row0, i);
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   cluster_wait();
 
   int turn = 0;
-  for (int64_t row0 = first; row0 >= 0; row0 -= stride, ++turn) {
+  for (int row0 = first; row0 >= 0; row0 -= stride, ++turn) {
     if (cluster > 1 && threadIdx.x == 0) expect_bytes(&shared.arrived[turn % 2], cluster * kStripRows * sizeof(float2));
     // ---- Take this strip, ask for the next
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -233,8 +235,8 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       squares += part[h].y + count[h] * (d * d);
     }
     const float rstd = rsqrtf(sum_of_lanes<8>(squares) * per_column + a.epsilon);
-    const int64_t row = row0 + warp * 4 + of_lane;
-    if (rank == 0 && lane % 8 == 0 && row < out.rows) {
+    const int row = row0 + warp * 4 + of_lane;
+    if (rank == 0 && lane % 8 == 0 && row < rows) {
       if (a.mean) a.mean[row] = mean;
       a.rstd[row] = rstd;
     }
@@ -385,7 +387,7 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
   }
   out.vector = out.vector && aligned(a.x) && aligned(a.gamma.data) && aligned(a.beta.data);
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
-  if (out.vector && current_device().architecture >= 90) {
+  if (out.vector && out.rows < kMostRows && current_device().architecture >= 90) {
     // As few blocks a cluster as two to a multiprocessor allow: they wait for each other, and clusters of 8 leave a
     // tenth of the multiprocessors out.
     const bool wide = Strip<T, 4>::kBlocks > 1 ? out.cols > Strip<T, 2>::kCols : out.cols > 8 * Strip<T, 2>::kCols;

@@ -31,6 +31,7 @@ struct NormBackward {
 constexpr int kThreads = 512;
 constexpr int kVectors = 4;  // times 8 values a thread
 constexpr int kMaxParts = 256;
+constexpr int64_t kMostRows = 1 << 30;
 
 template <typename T>
 constexpr int kOperandBytes = kVectors * 8 * sizeof(T) * kThreads;  // one row for every group
@@ -58,18 +59,18 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
   extern __shared__ uint4 ring[];  // [stage][x | dy | residual][vector][quad][thread]
   __shared__ float2 slots[2][kThreads / 32];
   const int group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kGroups;
+  const int stride = static_cast<int>(gridDim.x) * kGroups, cols = static_cast<int>(a.cols);
   // From the last row to the first, see cuda.cuh.
-  const int64_t first = a.rows - 1 - (static_cast<int64_t>(blockIdx.x) * kGroups + group);
+  const int first = static_cast<int>(a.rows) - 1 - (static_cast<int>(blockIdx.x) * kGroups + group);
   const auto column = [&](int k) { return (k * kGroup + lane) * 8; };
   const auto slot = [&](int stage, int operand, int k, int quad) {
     return ring + (((stage * kOperands + operand) * kVectors + k) * kQuads + quad) * kThreads + threadIdx.x;
   };
-  const auto fetch = [&](int64_t row, int stage) {
+  const auto fetch = [&](int row, int stage) {
     if (row >= 0) {
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
-        if (column(k) >= a.cols) continue;
+        if (column(k) >= cols) continue;
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
           const int64_t offset = row * a.cols + column(k) + q * (16 / sizeof(T));
@@ -92,17 +93,18 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
   float gamma[kVectors][8] = {}, dgamma[kVectors][8] = {}, dbeta[kVectors][8] = {};
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    if (column(k) < a.cols) a.gamma.get8(column(k), 8, true, gamma[k]);
+    if (column(k) < cols) a.gamma.get8(column(k), 8, true, gamma[k]);
   }
   const float per_column = 1.f / static_cast<float>(a.cols);
-  const auto statistic = [&](const float* p, int64_t row) { return p && row >= 0 ? __ldg(p + row) : 0.f; };
+  const auto statistic = [&](const float* p, int row) { return p && row >= 0 ? __ldg(p + row) : 0.f; };
   float next_mean = statistic(a.mean, first), next_rstd = statistic(a.rstd, first);
 
   int stage = 0, parity = 0;
-  // All groups go round as often, as if they had rows before the first: racecheck takes it for a race where some pass
-  // more barriers than others.
-  for (int64_t row = first; row + group >= 0; row -= stride) {
-    const auto here = [&](int k) { return row >= 0 && column(k) < a.cols; };
+  for (int row = first; row + group >= 0; row -= stride) {
+    if (row < 0) {  // of the last rows, where other groups have one: racecheck wants all to pass as many barriers
+      group_sums<kGroup>({0.f, 0.f}, slots[parity]);
+      break;
+    }
     const float mean = next_mean, rstd = next_rstd;
     next_mean = statistic(a.mean, row - stride);
     next_rstd = statistic(a.rstd, row - stride);
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
     float2 sums = {0.f, 0.f};  // of wdy and wdy * xhat
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (!here(k)) continue;
+      if (column(k) >= cols) continue;
       const Vec8<T> x = read(stage, 0, k), dy = read(stage, 1, k);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
     const float of_wdy = a.mean ? sums.x * per_column : 0.f, of_product = sums.y * per_column;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (!here(k)) continue;
+      if (column(k) >= cols) continue;
       const Vec8<T> x = read(stage, 0, k), dy = read(stage, 1, k);
       float dx[8];
 #pragma unroll
@@ -254,8 +256,8 @@ cudaError_t launch_rows(cudaStream_t stream, const NormBackward& a, int64_t& par
 
 template <typename T>
 ffi::Error norm_bwd(cudaStream_t stream, const NormBackward& a, bool same_dtype) {
-  const bool vector =
-      a.cols % 8 == 0 && aligned(a.x) && aligned(a.dy) && aligned(a.dx) && aligned(a.gamma.data) && aligned(a.residual);
+  const bool vector = a.cols % 8 == 0 && a.rows < kMostRows && aligned(a.x) && aligned(a.dy) && aligned(a.dx) &&
+                      aligned(a.gamma.data) && aligned(a.residual);
   const bool ring_fits = room_for_stages() >= (a.residual ? 3 : 2) * kOperandBytes<T>;
   int64_t parts = 0;
   if (vector && same_dtype && ring_fits && a.cols <= kThreads * kVectors * 8) {
