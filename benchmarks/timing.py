@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ def interleaved(
 
     Python starts the next call while the device computes; what a turn's first and last call wait for each other must
     not count as theirs. A `Repeated` counts as the calls that it makes. In turns of 0.2 s a GPU is as slow as its power
-    limit makes it for each contender alone; in short ones, as for all together.
+    limit makes it for each contender alone; in short ones, as for all together. Each round has an order of its own, the
+    same in every run: a contender finds the GPU as warm as the one before left it.
     """
     shortest = float("inf")
     for call in calls.values():
@@ -63,8 +65,9 @@ def interleaved(
             shortest = min(shortest, time.perf_counter() - began)
     calls_per_round = max(calls_per_round, min(math.ceil(turn / shortest), math.ceil(100 * turn / TURN)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
     for _ in range(max(rounds, 2)):
-        for name, call in calls.items():
+        for name, call in order.sample(list(calls.items()), len(calls)):
             began = time.perf_counter()
             for _ in range(calls_per_round):
                 out = call()

@@ -63,6 +63,20 @@ def test_a_turn_is_as_long_as_asked():
     assert 5 <= timings["quick"].median < timings["slow"].median
 
 
+def test_rounds_differ_in_order_and_runs_do_not():
+    def orders():
+        turns = []
+        calls = {name: lambda name=name: turns.append(name) for name in "abc"}
+        interleaved(calls, rounds=8, calls_per_round=1, turn=0.0)
+        rounds = turns[9:]  # 3 calls each are not timed
+        return [tuple(rounds[i : i + 3]) for i in range(0, len(rounds), 3)]
+
+    assert len(orders()) == 8 and all(sorted(order) == ["a", "b", "c"] for order in orders())
+    assert len(set(orders())) > 3
+    assert {order[order.index("b") - 1] for order in orders() if order[0] != "b"} == {"a", "c"}
+    assert orders() == orders()
+
+
 def test_every_contender_computes_the_same_layer():
     """The peers' layers and ours have the same kernels, so that the same work is timed."""
     from flax import linen as nn
