@@ -18,6 +18,9 @@ struct Tally {
 constexpr int kTallies = 1 << 14;
 static __device__ Tally tallies[kTallies];
 
+// The bits of a maximum. Denormal ones count as zero.
+__device__ __forceinline__ uint32_t normal(uint32_t most) { return most < 0x00800000u ? 0u : most; }
+
 // Where an amax goes: f32[], or f32[bins] for its report. `tally` < 0: to an address that is zeroed before; then
 // finish_amax() makes a report of it.
 struct AmaxTarget {
@@ -43,10 +46,10 @@ struct AmaxTarget {
   // What is known of the maximum while blocks run; a thread's contribution to it, and a warp's, where it has more.
   __device__ __forceinline__ float so_far() const { return __uint_as_float(__ldcg(shared())); }
   __device__ __forceinline__ float exchange(uint32_t mine) const {
-    return __uint_as_float(max(mine, atomicMax(shared(), mine)));
+    return __uint_as_float(max(mine, atomicMax(shared(), normal(mine))));
   }
   __device__ __forceinline__ void note(float mine, float known) const {
-    const uint32_t most = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));
+    const uint32_t most = normal(__reduce_max_sync(0xffffffffu, __float_as_uint(mine)));
     if (threadIdx.x % 32 == 0 && most > __float_as_uint(known)) atomicMax(shared(), most);
   }
 
@@ -105,7 +108,7 @@ struct BlockAmax {
   __device__ __forceinline__ void merge(const AmaxTarget& target) const {
     if (!target.value || threadIdx.x >= 32) return;
     uint32_t most = __reduce_max_sync(0xffffffffu, threadIdx.x < blockDim.x / 32 ? of_warp[threadIdx.x] : 0u);
-    if (most < 0x00800000u) most = 0u;  // denormal
+    most = normal(most);
     if (target.tally < 0) {
       if (most && threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(target.value), most);
       return;

@@ -42,6 +42,7 @@ struct Forward {
       }
     });
   }
+
   // |v|, at most.
   template <int kRows>
   __device__ __forceinline__ float bound(const Raw (&raw)[kRows], const Columns& columns) const {

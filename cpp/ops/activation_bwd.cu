@@ -47,6 +47,7 @@ struct Backward {
       }
     });
   }
+
   // |v| of all outputs, at most.
   template <int kRows>
   __device__ __forceinline__ float bound(const Raw (&raw)[kRows], const Columns& columns) const {
@@ -60,11 +61,12 @@ struct Backward {
     float most = 0.f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const Point p = curve.most(columns.add(z[j], 0, j));
+      const float biased = columns.add(z[j], 0, j);
+      const Point p = curve.most(biased);
       if constexpr (kGated) {
         most = max_abs(max_abs(most, dy[j] * columns.most(gate[j], 1, j) * p.slope), dy[j] * p.value);
       } else {
-        most = max_abs(most, dy[j] * p.slope + 0.f * z[j]);  // NaN where z is
+        most = max_abs(most, dy[j] * p.slope + 0.f * biased);  // NaN where z or its bias is
       }
     }
     return most;

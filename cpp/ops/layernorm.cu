@@ -119,9 +119,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   const int stride = static_cast<int>(gridDim.x) / cluster * kStripRows;
   const int first = (strips - 1 - static_cast<int>(blockIdx.x) / cluster) * kStripRows;
   // Where the 4 rows begin for this thread. Rows beyond the last repeat it: nothing else need know of them.
-  const auto offset = [&](int row0, int i) {
-    return min(row0 + warp * 4 + i, rows - 1) * out.cols + col0 + lane * 8;
-  };
+  const auto offset = [&](int row0, int i) { return min(row0 + warp * 4 + i, rows - 1) * out.cols + col0 + lane * 8; };
   const auto fetch = [&](int row0) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

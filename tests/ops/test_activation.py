@@ -186,7 +186,10 @@ ODD_ONES = {
 }
 
 
-@pytest.mark.parametrize("data", ["normal", "below zero", "zeros", "a NaN in the gradient", *ODD_ONES])
+@pytest.mark.parametrize(
+    "data",
+    ["normal", "below zero", "zeros", "denormal", "a NaN in the gradient", "a NaN in the bias", *ODD_ONES],
+)
 @pytest.mark.parametrize("name", ["gelu", "silu_linear"])
 def test_the_maximum_alone_is_that_of_the_pass_that_stores(name, data):
     # On a GPU a bound of several values decides whether they are computed; these have many tiles, and values that
@@ -197,6 +200,9 @@ def test_the_maximum_alone_is_that_of_the_pass_that_stores(name, data):
         z = -20.0 * jnp.abs(z)
     elif data == "zeros":
         z, dy = jnp.zeros_like(z), jnp.zeros_like(dy)
+    elif data == "denormal":
+        z, dy = z * 2.0**-66, dy * 2.0**-66  # so are products with a gate, and what has none below
+        z = z if name == "silu_linear" else z * 2.0**-66
     elif data == "a NaN in the gradient":
         dy = dy.at[-1, 17].set(-jnp.nan)
     elif data in ODD_ONES:
@@ -204,7 +210,10 @@ def test_the_maximum_alone_is_that_of_the_pass_that_stores(name, data):
         z = z.at[row, which, col].set(value)
         dy = dy.at[row, col].set(40.0)
     scale, quantized = jnp.float32(1.0), dict(activation=name, dtype=E5M2, amax=True)
-    for bias in (None, bias_of(name, shape[1])):
+    biased = bias_of(name, shape[1])
+    if data == "a NaN in the bias":
+        biased = jnp.asarray(biased).at[-1, 300].set(jnp.nan)
+    for bias in (None, biased):
         stored = activation_fwd(z, scale, bias, **quantized).amax
         testing.assert_same_bytes(activation_fwd(z, None, bias, activation=name, y=False, amax=True).amax, stored)
         stored = activation_bwd(dy, z, scale, bias, **quantized).amax
