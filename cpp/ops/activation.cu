@@ -6,7 +6,7 @@ namespace {
 
 template <typename T, bool kGated, bool kBias, typename C>
 struct Forward {
-  [[maybe_unused]] static constexpr int kOperands = kGated ? 2 : 1;
+  static constexpr int operands() { return kGated ? 2 : 1; }
   static constexpr int kOutputs = 1;
   static constexpr int kAhead = 1, kBlocks = sizeof(T) != 2 ? 2 : kGated ? 3 : 4;
   static constexpr bool kBounded = std::is_same_v<T, bf16> && C::kBounded;

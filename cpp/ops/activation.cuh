@@ -89,7 +89,7 @@ constexpr int kAmaxBlocks = 4;  // on a multiprocessor
 template <typename Producer>
 __global__ void __launch_bounds__(kTileThreads, kAmaxBlocks)
     amax_tiles(const Producer in, const Result out, unsigned tiles) {
-  constexpr int kRows = 8 / Producer::kOperands;  // of a thread at a time
+  constexpr int kRows = 8 / Producer::operands();  // of a thread at a time
   constexpr int kRowsAtOnce = kTileThreads / 16 * kRows;
   __shared__ BlockAmax amax;
   const unsigned col_tiles = static_cast<unsigned>((out.cols + kTileSide - 1) / kTileSide);

@@ -6,7 +6,7 @@ namespace {
 
 template <typename T, bool kGated, bool kBias, typename C>
 struct Backward {
-  [[maybe_unused]] static constexpr int kOperands = kGated ? 3 : 2;
+  static constexpr int operands() { return kGated ? 3 : 2; }
   static constexpr int kOutputs = kGated ? 2 : 1, kAhead = 1;
   static constexpr int kBlocks = (kGated ? 1 : 2) + (sizeof(T) == 2);
   static constexpr bool kBounded = std::is_same_v<T, bf16> && C::kBounded;
