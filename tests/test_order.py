@@ -40,11 +40,14 @@ def runs(step, *args) -> dict[tuple[str, tuple[int, ...]], set]:
 
 
 @pytest.fixture
-def one_device(monkeypatch):
-    """Over several devices, which tests have, the order is left to XLA; JAX keeps what it traced."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    jax.clear_caches()
-    yield
+def devices(monkeypatch):
+    """Says how many there are: over several, as tests have, the order is left to XLA. JAX keeps what it traced."""
+
+    def are(count: int):
+        monkeypatch.setattr(jax, "device_count", lambda: count)
+        jax.clear_caches()
+
+    yield are
     jax.clear_caches()
 
 
@@ -71,7 +74,8 @@ def mlp_step(tokens: int):
     [(48, False), (56, True), (80, True), (96, False)],
     ids=["2.7 times", "2.3 times", "1.6 times", "1.3 times"],
 )
-def test_second_kernel_s_gradient_waits_for_the_activation_where_its_operands_are_smaller(tokens, last, one_device):
+def test_second_kernel_s_gradient_waits_for_the_activation_where_its_operands_are_smaller(tokens, last, devices):
+    devices(1)
     step, args = mlp_step(tokens)
     found = runs(step, *args)
     gradient = ("gemm", (WIDTH, WIDTH))  # the first kernel's is [64, 1, 64]
@@ -82,14 +86,15 @@ def test_second_kernel_s_gradient_waits_for_the_activation_where_its_operands_ar
 
 
 @pytest.mark.parametrize("tokens", [48, 56])
-def test_the_order_changes_no_value(tokens, request):
+def test_the_order_changes_no_value(tokens, devices):
     step, args = mlp_step(tokens)
+    devices(8)
     expected = jax.jit(step)(*args)
-    request.getfixturevalue("one_device")
+    devices(1)
     testing.assert_close(jax.jit(step)(*args), expected, F32)
 
 
-def test_a_backward_pass_waits_for_its_forward(monkeypatch):
+def test_a_backward_pass_waits_for_its_forward(devices):
     x, kernel, dy = (jnp.asarray(a, jnp.float32) for a in emulated.normal(0, (32, WIDTH), (WIDTH, 48), (32, 48)))
 
     def step(x, kernel, dy):
@@ -97,7 +102,6 @@ def test_a_backward_pass_waits_for_its_forward(monkeypatch):
         return y, vjp(dy)
 
     output, gradient = ("gemm", (32, 48)), ("gemm", (32, WIDTH))
-    for devices, waits in ((8, False), (1, True)):
-        monkeypatch.setattr(jax, "device_count", lambda devices=devices: devices)
-        jax.clear_caches()
-        assert (output in runs(step, x, kernel, dy)[gradient]) == waits, devices
+    for count, waits in ((8, False), (1, True)):
+        devices(count)
+        assert (output in runs(step, x, kernel, dy)[gradient]) == waits, count

@@ -22,9 +22,7 @@ struct Forward {
   C curve;
 
   __device__ __forceinline__ Columns columns(int64_t col, int n, bool vector) const {
-    Columns c;
-    c.load(bias, cols, col, n, vector);
-    return c;
+    return Columns::of(bias, cols, col, n, vector);
   }
   __device__ __forceinline__ Raw load(int64_t, int64_t before, int64_t col, int n, bool vector) const {
     const int64_t offset = (kGated ? 2 : 1) * before + col;

@@ -45,23 +45,26 @@ template <int kInputs, bool kBias>
 struct BiasColumns {
   Vec8<float> bias[kInputs];
 
-  __device__ __forceinline__ void load(const Operand<AnyDtype>& from, int64_t cols, int64_t col, int n, bool vector) {
+  __device__ __forceinline__ static BiasColumns of(const Operand<AnyDtype>& from, int64_t cols, int64_t col, int n,
+                                                   bool vector) {
+    BiasColumns c;
 #pragma unroll
     for (int a = 0; a < kInputs; ++a) {
       if (from.data) {
-        bias[a] = from.load(a * cols + col, n, vector);
+        c.bias[a] = from.load(a * cols + col, n, vector);
       } else {
         constexpr float kNone[8] = {-0.f, -0.f, -0.f, -0.f, -0.f, -0.f, -0.f, -0.f};
-        bias[a] = round8<float>(kNone);
+        c.bias[a] = round8<float>(kNone);
       }
     }
+    return c;
   }
   __device__ __forceinline__ float add(float z, int a, int j) const { return z + bias[a][j]; }
   __device__ __forceinline__ float most(float z, int a, int j) const { return z + fabsf(bias[a][j]); }  // of |z|
 };
 template <int kInputs>
 struct BiasColumns<kInputs, false> {
-  __device__ __forceinline__ void load(const Operand<AnyDtype>&, int64_t, int64_t, int, bool) {}
+  __device__ __forceinline__ static BiasColumns of(const Operand<AnyDtype>&, int64_t, int64_t, int, bool) { return {}; }
   __device__ __forceinline__ float add(float z, int, int) const { return z; }
   __device__ __forceinline__ float most(float z, int, int) const { return z; }
 };

@@ -31,7 +31,6 @@ struct Norm {
 constexpr int kStripThreads = 256;
 constexpr int kStripRows = 32;  // 4 a warp
 constexpr int kLargestCluster = 16;
-constexpr int64_t kMostRows = 1 << 30;
 
 // A thread holds kSteps times 4 rows x 8 columns.
 template <typename T, int kSteps>

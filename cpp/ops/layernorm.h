@@ -25,6 +25,9 @@ struct NormBwdAttributes {
   bool zero_centered_gamma;
 };
 
+// Kernels that count rows in 32 bits have fewer; with more, others run.
+constexpr int64_t kMostRows = 1 << 30;
+
 // x and the parameter that every norm has. K is 0 where the check failed already.
 inline int64_t check_norm_input(Check& check, const In& x, const In& gamma) {
   check.high_precision("x", x).axes("x", x, 1).high_precision("gamma", gamma);

@@ -31,7 +31,6 @@ struct NormBackward {
 constexpr int kThreads = 512;
 constexpr int kVectors = 4;  // times 8 values a thread
 constexpr int kMaxParts = 256;
-constexpr int64_t kMostRows = 1 << 30;
 
 template <typename T>
 constexpr int kOperandBytes = kVectors * 8 * sizeof(T) * kThreads;  // one row for every group
