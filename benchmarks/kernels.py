@@ -66,6 +66,11 @@ def cases(rows: int, hidden: int) -> Iterator[Case]:
             lambda *args, forward=forward: forward(*args, None, epsilon=1e-6, y=False, amax=True),
             [x, *parameters],
         )
+        yield (
+            f"{name} forward -> FP8 both ways, its statistics known",
+            lambda *args, forward=forward: forward(*args, epsilon=1e-6, dtype=E4M3, y_t=True),
+            [x, *parameters, scalar, *statistics],
+        )
         saved = [x, x, parameters[0], *statistics]
         yield f"{name} backward", lambda *args, backward=backward: backward(*args, None), saved
         yield f"{name} backward + residual", backward, [*saved, x]

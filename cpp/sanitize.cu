@@ -31,8 +31,8 @@ ffi::Error Measure(cudaStream_t, In, In, In, Out, Out);
 ffi::Error Dequantize(cudaStream_t, In, In, Out);
 ffi::Error ActivationFwd(cudaStream_t, In, In, In, Out, Out, Out, Out, Out, ActivationAttributes);
 ffi::Error ActivationBwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, ActivationAttributes);
-ffi::Error LayerNormFwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, NormFwdAttributes);
-ffi::Error RmsNormFwd(cudaStream_t, In, In, In, Out, Out, Out, Out, Out, Out, NormFwdAttributes);
+ffi::Error LayerNormFwd(cudaStream_t, In, In, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, NormFwdAttributes);
+ffi::Error RmsNormFwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, NormFwdAttributes);
 ffi::Error LayerNormBwd(cudaStream_t, In, In, In, In, In, In, Out, Out, Out, Out, NormBwdAttributes);
 ffi::Error RmsNormBwd(cudaStream_t, In, In, In, In, In, Out, Out, Out, NormBwdAttributes);
 ffi::Error RopeRotate(cudaStream_t, In, In, In, Out, RopeAttributes);
@@ -187,21 +187,29 @@ void norms(int64_t rows, int64_t cols, DType dtype) {
     Memory m;
     const In x = m.in(dtype, {rows, cols}), gamma = m.in(kF32, {cols});
     const NormFwdAttributes attributes{way.scaling(), 1e-6f, false};
-    check("layernorm_fwd",
-          LayerNormFwd(nullptr, x, gamma, gamma, way.scale(m), m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
-                       m.out(kF32, {rows}), m.out(kF32, {rows}), way.amax(m), way.reported(m), m.scalar(), attributes));
-    check("rmsnorm_fwd",
-          RmsNormFwd(nullptr, x, gamma, way.scale(m), m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
-                     m.out(kF32, {rows}), way.amax(m), way.reported(m), m.scalar(), attributes));
+    for (const bool known : {false, true}) {
+      const In statistic = known ? m.in(kF32, {rows}) : m.none();
+      const auto computed = [&] { return known ? m.nothing() : m.out(kF32, {rows}); };
+      check("layernorm_fwd", LayerNormFwd(nullptr, x, gamma, gamma, way.scale(m), statistic, statistic,
+                                          m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}), computed(),
+                                          computed(), way.amax(m), way.reported(m), m.scalar(), attributes));
+      check("rmsnorm_fwd",
+            RmsNormFwd(nullptr, x, gamma, way.scale(m), statistic, m.out(kE4M3, {rows, cols}),
+                       m.out(kE4M3, {cols, rows}), computed(), way.amax(m), way.reported(m), m.scalar(), attributes));
+    }
   }
   Memory m;
   const In x = m.in(dtype, {rows, cols}), gamma = m.in(kF32, {cols}), of_rows = m.in(kF32, {rows});
   const NormFwdAttributes attributes{kWays[0].scaling(), 1e-6f, false};
   const auto vector = [&] { return m.out(kF32, {cols}); };
+  // In high precision; then only measured.
   check("layernorm_fwd",
-        LayerNormFwd(nullptr, x, gamma, gamma, m.none(), m.out(dtype, {rows, cols}), m.nothing(), m.out(kF32, {rows}),
-                     m.out(kF32, {rows}), m.nothing(), m.nothing(), m.nothing(), attributes));
-  check("rmsnorm_fwd", RmsNormFwd(nullptr, x, gamma, m.none(), m.nothing(), m.nothing(), m.out(kF32, {rows}),
+        LayerNormFwd(nullptr, x, gamma, gamma, m.none(), m.none(), m.none(), m.out(dtype, {rows, cols}), m.nothing(),
+                     m.out(kF32, {rows}), m.out(kF32, {rows}), m.nothing(), m.nothing(), m.nothing(), attributes));
+  check("layernorm_fwd",
+        LayerNormFwd(nullptr, x, gamma, gamma, m.none(), m.none(), m.none(), m.nothing(), m.nothing(),
+                     m.out(kF32, {rows}), m.out(kF32, {rows}), m.scalar(), m.nothing(), m.nothing(), attributes));
+  check("rmsnorm_fwd", RmsNormFwd(nullptr, x, gamma, m.none(), m.none(), m.nothing(), m.nothing(), m.out(kF32, {rows}),
                                   m.scalar(), m.nothing(), m.nothing(), attributes));
   const int64_t scratch = 8 * cols * std::min<int64_t>(rows, 256);  // `_scratch` in ops/layernorm.py
   check("layernorm_bwd", LayerNormBwd(nullptr, x, x, gamma, of_rows, of_rows, x, m.out(dtype, {rows, cols}), vector(),

@@ -14,9 +14,6 @@ from jax.interpreters import mlir
 from transformer_engine_jax.kernel import kernel_p
 from transformer_engine_jax.ops.quantize import is_fp8
 
-# What quantization computes beside FP8 tensors, a few numbers each.
-_SCALES = ("measure",)
-
 
 def gemms_saveable(primitive, *operands, **params) -> bool:
     """Saves the results of all matrix products, ours and JAX's; the rest is computed again."""
@@ -34,7 +31,12 @@ def quantized_saveable(primitive, *operands, **params) -> bool:
     if primitive is not kernel_p:
         return False
     call = params["call"]
-    return call.kernel.name in _SCALES or any(r is not None and is_fp8(r.dtype) for r in call.result_shapes(operands))
+    return _only_measures(call) or any(r is not None and is_fp8(r.dtype) for r in call.result_shapes(operands))
+
+
+def _only_measures(call) -> bool:
+    """Whether the results are amaxes, and statistics of rows, for a call that quantizes."""
+    return call.kernel.name == "measure" or not dict(call.attributes).get("y", True)
 
 
 def _is_gemm(primitive, params) -> bool:

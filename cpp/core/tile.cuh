@@ -189,7 +189,8 @@ struct Operand<AnyDtype> {
 //   Columns columns(int64_t col, int n, bool vector)       what its values need of these columns
 //   Raw load(int64_t row, int64_t before, int64_t col, int n, bool vector)   operands, as they are in memory
 //   void values(Raw, Columns, float (&v)[kOutputs][8])
-// kAhead: the groups of 4 rows, 1 or 2, that a thread loads at once. kBlocks: blocks on a multiprocessor.
+// kAhead: the groups of 4 rows, 1 or 2, that a thread loads at once. kBlocks: blocks on a multiprocessor. kSummed: sums
+// over rows may be asked for.
 constexpr int kTileSide = 128;
 constexpr int kTileThreads = 256;
 
@@ -214,10 +215,11 @@ struct TilePlace {
 template <typename Producer, Stored kStored>
 __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(const Producer in, const Result out) {
   constexpr int kOutputs = Producer::kOutputs, kAhead = Producer::kAhead;
+  constexpr bool kSummed = Producer::kSummed;
   constexpr bool kWhole = !std::is_same_v<typename Producer::Type, AnyDtype>;
   constexpr bool kFp8 = kStored != Stored::kFloat;
   __shared__ __align__(16) TransposedTile<kTileSide, kTileSide> transposed[kFp8 ? kOutputs : 1];
-  __shared__ float warp_sums[kOutputs][kTileThreads / 32][kTileSide];
+  __shared__ float warp_sums[kSummed ? kOutputs : 1][kTileThreads / 32][kSummed ? kTileSide : 1];
   __shared__ BlockAmax amax;
 
   const TilePlace place(out, gridDim.x - 1 - blockIdx.x);
@@ -230,7 +232,6 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
   const float scale = out.scale.get();
   if (blockIdx.x == 0 && threadIdx.x == 0) out.scale.store_inverse(scale);
   typename Producer::Columns columns = {};
-  if (n > 0) columns = in.columns(col, n, vector);
   float most = 0.f;
   float sums[kOutputs][8] = {};
 
@@ -248,6 +249,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
           raw[s][i] = in.load(row + s * 64 + i, before + (s * 64 + i) * out.cols, col, n, vector);
       }
     }
+    if (!first && n > 0) columns = in.columns(col, n, vector);  // while rows are on their way
 #pragma unroll
     for (int s = 0; s < kAhead; ++s) {
       uint32_t bytes[kOutputs][2][4] = {};
@@ -262,7 +264,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[o][j] = j < n ? v[o][j] : 0.f;
           }
-          if (out.partials) {
+          if (kSummed && out.partials) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) sums[o][j] += v[o][j];
           }
@@ -278,7 +280,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
       }
     }
   }
-  if (out.partials) {
+  if (kSummed && out.partials) {
 #pragma unroll
     for (int o = 0; o < kOutputs; ++o) {
 #pragma unroll
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
                                                  out.vector_t);
     }
   }
-  if (out.partials) {
+  if (kSummed && out.partials) {
     for (int u = threadIdx.x; u < kOutputs * kTileSide; u += kTileThreads) {
       const int o = u / kTileSide, c = u % kTileSide;
       if (col0 + c >= out.cols) continue;

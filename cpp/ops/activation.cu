@@ -9,6 +9,7 @@ struct Forward {
   static constexpr int operands() { return kGated ? 2 : 1; }
   static constexpr int kOutputs = 1;
   static constexpr int kAhead = 1, kBlocks = sizeof(T) != 2 ? 2 : kGated ? 3 : 4;
+  static constexpr bool kSummed = false;
   static constexpr bool kBounded = std::is_same_v<T, bf16> && C::kBounded;
   using Type = T;
   using Columns = BiasColumns<kGated ? 2 : 1, kBias>;

@@ -83,15 +83,22 @@ std::vector<float> parameter(const In& values, bool zero_centered = false) {
 
 template <bool kCentred>
 ffi::Error forward(ffi::ThreadPool& pool, const In& x, const In& gamma, const float* beta, const Casting& casting,
-                   Out& y, Out& y_t, float* mean, float* rstd, const NormFwdAttributes& attributes) {
+                   Out& y, Out& y_t, float* mean, const RowStatistic& rstd, const NormFwdAttributes& attributes) {
   const FloatRows input(x, 1);
   const RowsResult result = rows_result(result_matrix(y, input.rows(), input.cols()), casting, y_t);
   const std::vector<float> g = parameter(gamma, attributes.zero_centered_gamma);
+  float* const rstds = rstd.data();
+  const bool known = present(rstd.known);
   store_rows(pool, result, [&](int64_t row, float* values, float*) {
     const float* x_row = input.at(row, values);
-    const Statistics s = statistics_row<kCentred>(x_row, attributes.epsilon, input.cols());
-    if constexpr (kCentred) mean[row] = s.mean;
-    rstd[row] = s.rstd;
+    Statistics s;
+    if (known) {
+      s = {kCentred ? mean[row] : 0.f, rstds[row]};
+    } else {
+      s = statistics_row<kCentred>(x_row, attributes.epsilon, input.cols());
+      if constexpr (kCentred) mean[row] = s.mean;
+      rstds[row] = s.rstd;
+    }
     normalize_row(x_row, s, g.data(), beta, values, input.cols());
   });
   return ffi::Error::Success();
@@ -121,21 +128,23 @@ ffi::Error backward(ffi::ThreadPool& pool, const In& dy, const In& x, const In& 
 
 // ---- Handlers
 
-ffi::Error LayerNormFwd(ffi::ThreadPool pool, In x, In gamma, In beta, In scale, Out y, Out y_t, Out mean, Out rstd,
-                        Out amax, Out report, Out scale_inv, NormFwdAttributes attributes) {
+ffi::Error LayerNormFwd(ffi::ThreadPool pool, In x, In gamma, In beta, In scale, In known_mean, In known_rstd, Out y,
+                        Out y_t, Out mean, Out rstd, Out amax, Out report, Out scale_inv,
+                        NormFwdAttributes attributes) {
   const Casting casting{scale, amax, report, scale_inv, attributes};
-  const Check check = check_layernorm_fwd(x, gamma, beta, casting, y, y_t, mean, rstd);
+  const RowStatistic means{known_mean, mean}, rstds{known_rstd, rstd};
+  const Check check = check_layernorm_fwd(x, gamma, beta, casting, y, y_t, means, rstds);
   if (check.failed()) return check.error();
-  return forward<true>(pool, x, gamma, parameter(beta).data(), casting, y, y_t, mean->typed_data<float>(),
-                       rstd->typed_data<float>(), attributes);
+  return forward<true>(pool, x, gamma, parameter(beta).data(), casting, y, y_t, means.data(), rstds, attributes);
 }
 
-ffi::Error RmsNormFwd(ffi::ThreadPool pool, In x, In gamma, In scale, Out y, Out y_t, Out rstd, Out amax, Out report,
-                      Out scale_inv, NormFwdAttributes attributes) {
+ffi::Error RmsNormFwd(ffi::ThreadPool pool, In x, In gamma, In scale, In known_rstd, Out y, Out y_t, Out rstd, Out amax,
+                      Out report, Out scale_inv, NormFwdAttributes attributes) {
   const Casting casting{scale, amax, report, scale_inv, attributes};
-  const Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstd);
+  const RowStatistic rstds{known_rstd, rstd};
+  const Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstds);
   if (check.failed()) return check.error();
-  return forward<false>(pool, x, gamma, nullptr, casting, y, y_t, nullptr, rstd->typed_data<float>(), attributes);
+  return forward<false>(pool, x, gamma, nullptr, casting, y, y_t, nullptr, rstds, attributes);
 }
 
 ffi::Error LayerNormBwd(ffi::ThreadPool pool, In dy, In x, In gamma, In mean, In rstd, In residual, Out dx, Out dgamma,

@@ -1,26 +1,18 @@
 // LayerNorm and RMSNorm on CUDA, forward. Bytes a value, with s for x, o for y (1 for FP8) and t = 1 where a transposed
 // copy is asked for; statistics, gamma and beta are a fraction of a percent:
-//   s + o + t      strips of 32 rows in the registers of a cluster of blocks (norm_strips)
-//   2 s + o + t    what that lacks: unaligned rows, rows beyond 16384 values, GPUs without clusters. The statistics
-//                  first (row_statistics), then the tile kernel of tile.cuh
+//   s + o + t      strips of 32 rows in the registers of a cluster of blocks (norm_strips); or, where the statistics
+//   are
+//                  given, the tile kernel of tile.cuh
+//   s              the statistics alone, with the amax of y (measure_rows)
+//   2 s + o + t    what these lack: unaligned rows, rows beyond 16384 values, GPUs without clusters. The statistics
+//                  first (row_statistics), then the tile kernel
 // The variance is that of differences from a mean, never a difference of large sums.
 #include <atomic>
 
-#include "core/tile.cuh"
-#include "ops/layernorm.h"
+#include "ops/layernorm_rows.cuh"
 
 namespace te {
 namespace {
-
-struct Norm {
-  const void* x;
-  Parameter gamma;
-  Parameter beta;
-  float* mean;  // absent for rmsnorm
-  float* rstd;
-  float epsilon;
-  bool centered;  // layernorm
-};
 
 // ---- A cluster of blocks holds a strip of rows, each block some columns of it. A row's mean and its sum of squared
 // ---- differences are taken per block, exchanged once, and joined (Chan, Golub and LeVeque, 1979). The clusters stay
@@ -283,70 +275,6 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
 #endif
 }
 
-// ---- What the above lacks: statistics of any row, then a Producer for the tile kernel.
-
-constexpr int kRowThreads = 256;
-
-// Over a block; `slots` is used once.
-__device__ __forceinline__ float sum_of_block(float x, float* slots) {
-  x = sum_of_lanes(x);
-  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
-  __syncthreads();
-  return sum_of_lanes<kRowThreads / 32>(slots[threadIdx.x % (kRowThreads / 32)]);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kRowThreads) row_statistics(const Norm a, const Result out) {
-  __shared__ float slots[2][kRowThreads / 32];
-  const T* x = static_cast<const T*>(a.x) + blockIdx.x * out.cols;
-  float mean = 0.f;
-  if (a.centered) {
-    float sum = 0.f;
-    for (int64_t c = threadIdx.x; c < out.cols; c += kRowThreads) sum += load1(x + c);
-    mean = sum_of_block(sum, slots[0]) / static_cast<float>(out.cols);
-  }
-  float squares = 0.f;
-  for (int64_t c = threadIdx.x; c < out.cols; c += kRowThreads) {
-    const float d = load1(x + c) - mean;
-    squares += d * d;
-  }
-  const float rstd = rsqrtf(sum_of_block(squares, slots[1]) / static_cast<float>(out.cols) + a.epsilon);
-  if (threadIdx.x == 0) {
-    if (a.mean) a.mean[blockIdx.x] = mean;
-    a.rstd[blockIdx.x] = rstd;
-  }
-}
-
-struct Normalized {
-  static constexpr int kOutputs = 1, kAhead = 1, kBlocks = 2;
-  using Type = AnyDtype;
-  struct Columns {
-    float gamma[8];
-    float beta[8];
-  };
-  struct Raw {
-    Vec8<float> x;
-    float mean;
-    float rstd;
-  };
-  Norm a;
-  Operand<AnyDtype> x;
-
-  __device__ __forceinline__ Columns columns(int64_t col, int n, bool vector) const {
-    Columns c;
-    a.gamma.get8(col, n, vector, c.gamma);
-    a.beta.get8(col, n, vector, c.beta);
-    return c;
-  }
-  __device__ __forceinline__ Raw load(int64_t row, int64_t before, int64_t col, int n, bool vector) const {
-    return {x.load(before + col, n, vector), a.mean ? a.mean[row] : 0.f, a.rstd[row]};
-  }
-  __device__ __forceinline__ void values(const Raw& raw, const Columns& c, float (&v)[1][8]) const {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[0][j] = (raw.x[j] - raw.mean) * raw.rstd * c.gamma[j] + c.beta[j];
-  }
-};
-
 // ---- Launching
 
 template <typename T, int kSteps, Stored kStored>
@@ -375,6 +303,15 @@ cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out)
   return launch_strips_as<T, kSteps, Stored::kFloat>(stream, a, out);
 }
 
+// The launch of strips for rows of so many columns, null where there is none. As few blocks a cluster as two to a
+// multiprocessor allow: they wait for each other, and clusters of 8 leave a tenth of the multiprocessors out.
+template <typename T>
+auto strips_of(int64_t cols) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
+  const bool wide = Strip<T, 4>::kBlocks > 1 ? cols > Strip<T, 2>::kCols : cols > 8 * Strip<T, 2>::kCols;
+  if (!wide) return launch_strips<T, 2>;
+  return cols <= kLargestCluster * Strip<T, 4>::kCols ? launch_strips<T, 4> : nullptr;
+}
+
 template <typename T>
 ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result out) {
   TE_CUDA_CHECK(prepare(stream, out.rows * out.cols, &out));
@@ -384,55 +321,60 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
   }
   out.vector = out.vector && aligned(a.x) && aligned(a.gamma.data) && aligned(a.beta.data);
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
-  if (out.vector && out.rows < kMostRows && current_device().architecture >= 90) {
-    // As few blocks a cluster as two to a multiprocessor allow: they wait for each other, and clusters of 8 leave a
-    // tenth of the multiprocessors out.
-    const bool wide = Strip<T, 4>::kBlocks > 1 ? out.cols > Strip<T, 2>::kCols : out.cols > 8 * Strip<T, 2>::kCols;
-    if (!wide) {
-      TE_CUDA_CHECK((launch_strips<T, 2>(stream, a, out)));
-      TE_CUDA_CHECK(finish_amax(stream, out.amax));
-      return ffi::Error::Success();
-    }
-    if (out.cols <= kLargestCluster * Strip<T, 4>::kCols) {
-      TE_CUDA_CHECK((launch_strips<T, 4>(stream, a, out)));
-      TE_CUDA_CHECK(finish_amax(stream, out.amax));
-      return ffi::Error::Success();
-    }
+  const auto normalize = [&] {
+    return out.vector ? launch_tiles(stream, Normalized<T>{a, {a.x, x_dtype}}, out)
+                      : launch_tiles(stream, Normalized<AnyDtype>{a, {a.x, x_dtype}}, out);
+  };
+  if (a.known) return normalize();
+  if (!out.y && out.vector && measurable(out)) {
+    TE_CUDA_CHECK(launch_measure_rows<T>(stream, a, out));
+    TE_CUDA_CHECK(finish_amax(stream, out.amax));
+    return ffi::Error::Success();
+  }
+  const bool strips = out.vector && out.rows < kMostRows && current_device().architecture >= 90;
+  if (const auto launch_them = strips ? strips_of<T>(out.cols) : nullptr) {
+    TE_CUDA_CHECK(launch_them(stream, a, out));
+    TE_CUDA_CHECK(finish_amax(stream, out.amax));
+    return ffi::Error::Success();
   }
   TE_CUDA_CHECK(launch({out.rows, kRowThreads}, stream, row_statistics<T>, a, out));
-  return launch_tiles(stream, Normalized{a, {a.x, x_dtype}}, out);
+  return normalize();
 }
 
 ffi::Error run_norm_fwd(cudaStream_t stream, const In& x, const In& gamma, const In* beta, const Casting& casting,
-                        Out& y, Out& y_t, float* mean, Out& rstd, const NormFwdAttributes& attributes) {
+                        Out& y, Out& y_t, float* mean, const RowStatistic& rstd, const NormFwdAttributes& attributes) {
   const Matrix m = matrix(x, 1);
   const Result out = fp8_or_float_result(y, casting, y_t, m.rows, m.cols);
   const Norm a{m.data,
                {gamma.untyped_data(), gamma.element_type(), attributes.zero_centered_gamma ? 1.f : 0.f},
                {beta ? beta->untyped_data() : nullptr, beta ? beta->element_type() : DType::F32, 0.f},
                mean,
-               rstd->typed_data<float>(),
+               rstd.data(),
                attributes.epsilon,
-               /*centered=*/beta != nullptr};
+               /*centered=*/beta != nullptr,
+               /*known=*/present(rstd.known)};
   return with_float(m.dtype, [&](auto t) { return norm_fwd<decltype(t)>(stream, a, m.dtype, out); });
 }
 
 }  // namespace
 
-ffi::Error LayerNormFwd(cudaStream_t stream, In x, In gamma, In beta, In scale, Out y, Out y_t, Out mean, Out rstd,
-                        Out amax, Out report, Out scale_inv, NormFwdAttributes attributes) {
+ffi::Error LayerNormFwd(cudaStream_t stream, In x, In gamma, In beta, In scale, In known_mean, In known_rstd, Out y,
+                        Out y_t, Out mean, Out rstd, Out amax, Out report, Out scale_inv,
+                        NormFwdAttributes attributes) {
   const Casting casting{scale, amax, report, scale_inv, attributes};
-  const Check check = check_layernorm_fwd(x, gamma, beta, casting, y, y_t, mean, rstd);
+  const RowStatistic means{known_mean, mean}, rstds{known_rstd, rstd};
+  const Check check = check_layernorm_fwd(x, gamma, beta, casting, y, y_t, means, rstds);
   if (check.failed()) return check.error();
-  return run_norm_fwd(stream, x, gamma, &beta, casting, y, y_t, mean->typed_data<float>(), rstd, attributes);
+  return run_norm_fwd(stream, x, gamma, &beta, casting, y, y_t, means.data(), rstds, attributes);
 }
 
-ffi::Error RmsNormFwd(cudaStream_t stream, In x, In gamma, In scale, Out y, Out y_t, Out rstd, Out amax, Out report,
-                      Out scale_inv, NormFwdAttributes attributes) {
+ffi::Error RmsNormFwd(cudaStream_t stream, In x, In gamma, In scale, In known_rstd, Out y, Out y_t, Out rstd, Out amax,
+                      Out report, Out scale_inv, NormFwdAttributes attributes) {
   const Casting casting{scale, amax, report, scale_inv, attributes};
-  const Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstd);
+  const RowStatistic rstds{known_rstd, rstd};
+  const Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstds);
   if (check.failed()) return check.error();
-  return run_norm_fwd(stream, x, gamma, nullptr, casting, y, y_t, nullptr, rstd, attributes);
+  return run_norm_fwd(stream, x, gamma, nullptr, casting, y, y_t, nullptr, rstds, attributes);
 }
 
 }  // namespace te

@@ -1,14 +1,16 @@
 // te_layernorm_fwd, te_layernorm_bwd, te_rmsnorm_fwd, te_rmsnorm_bwd: what the CPU and the CUDA handlers of
 // these targets agree on. K is the last axis of x; rows are all axes before it.
 //
-//   layernorm_fwd: x[rows, K], gamma[K], beta[K], scale f32[]? -> y[rows, K], y_t[K, rows]?, mean f32[rows],
-//                  rstd f32[rows], amax f32[]?         y = (x - mean) * rstd * g + beta
-//   rmsnorm_fwd:   the same without beta and mean      y = x * rstd * g
+//   layernorm_fwd: x[rows, K], gamma[K], beta[K], scale f32[]?, known_mean f32[rows]?, known_rstd f32[rows]?
+//                  -> y[rows, K], y_t[K, rows]?, mean f32[rows], rstd f32[rows], amax f32[]?
+//                                                      y = (x - mean) * rstd * g + beta
+//   rmsnorm_fwd:   the same without beta and means     y = x * rstd * g
 //   layernorm_bwd: dy[rows, K], x, gamma, mean, rstd, residual[rows, K]? -> dx[rows, K], dgamma f32[K], dbeta f32[K]
 //   rmsnorm_bwd:   the same without mean and dbeta
 //
 // g is gamma, or 1 + gamma where gamma is stored zero-centred. rstd = 1 / sqrt(variance + epsilon), or of the
-// mean square for rmsnorm. All arithmetic is in f32. With xhat = (x - mean) * rstd and wdy = dy * g,
+// mean square for rmsnorm; where they are known from a call before they are operands, not results. All arithmetic is in
+// f32. With xhat = (x - mean) * rstd and wdy = dy * g,
 // dx = rstd * (wdy - mean_K(wdy) - xhat * mean_K(wdy * xhat)) + residual, without the middle term for rmsnorm. The
 // residual is the gradient that reaches x past the norm.
 #pragma once
@@ -41,21 +43,35 @@ inline void check_row_statistic(Check& check, const char* name, const ffi::AnyBu
   check.dtype(name, statistic, DType::F32).size(name, statistic, rows, 1);
 }
 
-inline Check check_rmsnorm_fwd(const In& x, const In& gamma, const Casting& casting, Out& y, Out& y_t, Out& rstd,
-                               const char* op = "te_rmsnorm_fwd") {
+// A statistic that is an operand or else a result.
+struct RowStatistic {
+  const In& known;
+  Out& computed;
+
+  float* data() const { return (present(known) ? known : *computed).typed_data<float>(); }
+  void check(Check& check, const char* name, const char* known_name, int64_t rows) const {
+    if (absent(known)) return check_row_statistic(check, name, *computed, rows);
+    check_row_statistic(check, known_name, known, rows);
+    check.that(absent(*computed), name, "no result where it is known", *computed);
+  }
+};
+
+inline Check check_rmsnorm_fwd(const In& x, const In& gamma, const Casting& casting, Out& y, Out& y_t,
+                               const RowStatistic& rstd, const char* op = "te_rmsnorm_fwd") {
   Check check(op);
   const int64_t k = check_norm_input(check, x, gamma);
   if (check.failed()) return check;
   const int64_t rows = matrix(x, 1).rows;
-  check_row_statistic(check, "rstd", *rstd, rows);
+  rstd.check(check, "rstd", "known_rstd", rows);
   return check_result(check, casting, "y", y, "y_t", y_t, rows, k, /*optional_y=*/true);
 }
 
 inline Check check_layernorm_fwd(const In& x, const In& gamma, const In& beta, const Casting& casting, Out& y, Out& y_t,
-                                 Out& mean, Out& rstd) {
+                                 const RowStatistic& mean, const RowStatistic& rstd) {
   Check check = check_rmsnorm_fwd(x, gamma, casting, y, y_t, rstd, "te_layernorm_fwd");
   if (check.failed()) return check;
-  check_row_statistic(check, "mean", *mean, matrix(x, 1).rows);
+  mean.check(check, "mean", "known_mean", matrix(x, 1).rows);
+  check.that(absent(mean.known) == absent(rstd.known), "known_mean", "one exactly where known_rstd is", mean.known);
   return check.high_precision("beta", beta).size("beta", beta, 1, matrix(x, 1).cols);
 }
 

@@ -13,6 +13,7 @@ namespace {
 template <typename T>
 struct Cast {
   static constexpr int kOutputs = 1, kAhead = 2, kBlocks = sizeof(T) == 2 ? 4 : 2;
+  static constexpr bool kSummed = true;
   using Type = T;
   using Raw = typename Operand<T>::Raw;
   struct Columns {};
@@ -29,6 +30,7 @@ struct Cast {
 template <typename T>
 struct StackedCast {
   static constexpr int kOutputs = 1, kAhead = 2, kBlocks = sizeof(T) == 2 ? 4 : 2;
+  static constexpr bool kSummed = true;
   using Type = T;
   using Raw = typename Operand<T>::Raw;
   struct Columns {};

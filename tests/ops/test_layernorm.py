@@ -76,9 +76,9 @@ def exact_norm(x, gamma, beta, centred, zero_centered=False):
     return (x - mean) * rstd * g + beta, mean[..., 0], rstd[..., 0], magnitude
 
 
-def forward(centred, x, gamma, beta, scale=None, **options):
-    options = {"epsilon": EPSILON, **options}
-    return layernorm_fwd(x, gamma, beta, scale, **options) if centred else rmsnorm_fwd(x, gamma, scale, **options)
+def forward(centred, x, gamma, beta, scale=None, *known, **options):
+    parameters, options = [gamma, beta] if centred else [gamma], {"epsilon": EPSILON, **options}
+    return (layernorm_fwd if centred else rmsnorm_fwd)(x, *parameters, scale, *known, **options)
 
 
 def plain(centred, x, gamma, beta=None, zero_centered=False):
@@ -120,9 +120,40 @@ def test_fp8_result(implementation, centred, shape, dtype):
     assert_fp8(out.y, y, scale)
     assert_amax(out.amax, y, ulps=16)
     assert_transposed(out.y_t, out.y, 1)
+
+
+@pytest.mark.parametrize("gamma_dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    "shape", [BASE, (70, 40), (9, 1000), (600, 2056), (40, 4096), (7, 9000), (5, 16384), (3, 16392)]
+)
+def test_measured_first_and_stored_with_what_that_found(implementation, centred, shape, dtype, gamma_dtype):
+    x, gamma, beta, _ = inputs(shape, dtype, gamma_dtype, seed=shape[-1])
+    x = x.at[-1, shape[-1] // 2].mul(9)  # the largest is not always in the first row
     measured = forward(centred, x, gamma, beta, y=False, amax=True)
     assert measured.y is None and measured.y_t is None
-    testing.assert_same_bytes((measured.amax, measured.rstd), (out.amax, out.rstd))
+    y, mean, rstd, magnitude = exact_norm(x, gamma, beta, centred)
+    assert_rounded(measured.rstd, rstd, rstd, ulps=16)
+    if centred:
+        assert_rounded(measured.mean, mean, np.abs(wide(x)).mean(-1), ulps=16)
+    known = (measured.mean, measured.rstd) if centred else (measured.rstd,)
+    scale = 448 / measured.amax
+    out = forward(centred, x, gamma, beta, scale, *known, dtype=E4M3, y_t=True, amax=True, scale_inv=True)
+    assert out.rstd is None and (not centred or out.mean is None)
+    # Both compute the same values: the largest is the largest.
+    testing.assert_same_bytes(out.amax, measured.amax)
+    assert_rounded(out.amax, np.abs(y).max(), magnitude.max(), ulps=16)
+    assert_fp8(out.y, y, float(scale))
+    assert_transposed(out.y_t, out.y, 1)
+    assert np.abs(wide(out.y)).max() == 448
+
+
+def test_measured_alone_finds_nan_wherever_it_comes_from(implementation, centred):
+    x, gamma, beta, _ = inputs((40, 256), BF16)
+    given = [x, gamma, beta] if centred else [x, gamma]
+    for i, at in enumerate([(39, 255), (255,), (0,)][: len(given)]):
+        spoiled = [a.at[at].set(jnp.nan) if i == j else a for j, a in enumerate(given)]
+        assert np.isnan(forward(centred, *spoiled, *[beta][centred:], y=False, amax=True).amax)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +299,7 @@ def test_mistakes(message, call):
 
 
 FWD = {"x": ((3, 8), F32), "gamma": ((8,), F32), "beta": ((8,), F32), "scale": ABSENT}
+FWD |= {"known_mean": ABSENT, "known_rstd": ABSENT}
 FWD_OUT = {"y": ((3, 8), F32), "y_t": ABSENT, "mean": ((3,), F32), "rstd": ((3,), F32), "amax": ABSENT}
 FWD_OUT |= {"report": ABSENT, "scale_inv": ABSENT}
 FWD_ATTRIBUTES = {"epsilon": np.float32(0), "zero_centered_gamma": False, **FROM_SCALE}
@@ -286,6 +318,8 @@ BWD_OUT = {"dx": ((3, 8), F32), "dgamma": ((8,), F32), "dbeta": ((8,), F32)}
         ("beta", ((7,), F32)),
         ("scale", ((1,), F32)),
         ("scale", ((), F32)),  # then y has to be FP8
+        ("known_mean", ((3,), F32)),  # then there are no results of the kind
+        ("known_rstd", ((3,), F32)),
         ("y", ((3, 9), F32)),
         ("y", ((3, 8), E4M3)),
         ("y_t", ((8, 3), E4M3)),
@@ -309,7 +343,7 @@ def test_malformed_calls_raise(argument, wrong):
         ("layernorm_bwd", BWD, BWD_OUT, {"zero_centered_gamma": False}),
     ):
         for norm in ("layernorm", "rmsnorm"):
-            gone = ("mean", "beta", "dbeta") if norm == "rmsnorm" else ()
+            gone = ("mean", "known_mean", "beta", "dbeta") if norm == "rmsnorm" else ()
             ins = {k: v for k, v in operands.items() if k not in gone}
             outs = {k: v for k, v in results.items() if k not in gone}
             if argument not in {**ins, **outs}:

@@ -14,8 +14,14 @@ SOFTMAX = {"scale_factor": np.float32(1), "causal": False}
 X, GAMMA, ROWS, ABSENT = (M, K), (K,), (M,), (0,)
 # target, operands, results, attributes, and which buffer comes with other axes
 CALLS = {
-    "rmsnorm_fwd y": ("rmsnorm_fwd", [X, GAMMA, ABSENT], [X, ABSENT, ROWS, *[ABSENT] * 3], NORM, 3),
-    "layernorm_fwd y": ("layernorm_fwd", [X, GAMMA, GAMMA, ABSENT], [X, ABSENT, ROWS, ROWS, *[ABSENT] * 3], NORM, 4),
+    "rmsnorm_fwd y": ("rmsnorm_fwd", [X, GAMMA, ABSENT, ABSENT], [X, ABSENT, ROWS, *[ABSENT] * 3], NORM, 4),
+    "layernorm_fwd y": (
+        "layernorm_fwd",
+        [X, GAMMA, GAMMA, *[ABSENT] * 3],
+        [X, ABSENT, ROWS, ROWS, *[ABSENT] * 3],
+        NORM,
+        6,
+    ),
     "layernorm_bwd dy": ("layernorm_bwd", [X, X, GAMMA, ROWS, ROWS, X], [X, GAMMA, GAMMA], "backward", 0),
     "layernorm_bwd residual": ("layernorm_bwd", [X, X, GAMMA, ROWS, ROWS, X], [X, GAMMA, GAMMA], "backward", 5),
     "layernorm_bwd dx": ("layernorm_bwd", [X, X, GAMMA, ROWS, ROWS, X], [X, GAMMA, GAMMA], "backward", 6),

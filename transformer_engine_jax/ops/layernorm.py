@@ -25,8 +25,8 @@ from transformer_engine_jax.ops.state import GIVEN
 class LayerNormFwd(NamedTuple):
     y: jax.Array | None  # [.., K] in dtype
     y_t: jax.Array | None  # fp8[K, ..] its transposed copy
-    mean: jax.Array  # f32[..]
-    rstd: jax.Array  # f32[..] 1 / sqrt(variance + epsilon)
+    mean: jax.Array | None  # f32[..]
+    rstd: jax.Array | None  # f32[..] 1 / sqrt(variance + epsilon)
     amax: jax.Array | None  # f32[] max |y| before scaling
     report: jax.Array | None  # f32[bins] the report of amax, in its place
     scale_inv: jax.Array | None  # f32[] 1 / the scale
@@ -35,7 +35,7 @@ class LayerNormFwd(NamedTuple):
 class RmsNormFwd(NamedTuple):
     y: jax.Array | None  # [.., K] in dtype
     y_t: jax.Array | None  # fp8[K, ..] its transposed copy
-    rstd: jax.Array  # f32[..] 1 / sqrt(mean square + epsilon)
+    rstd: jax.Array | None  # f32[..] 1 / sqrt(mean square + epsilon)
     amax: jax.Array | None  # f32[] max |y| before scaling
     report: jax.Array | None  # f32[bins] the report of amax, in its place
     scale_inv: jax.Array | None  # f32[] 1 / the scale
@@ -64,42 +64,51 @@ def _sum_rows(x):
     return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
 
 
-@kernel("... k, k, k, h* -> ... k, k ..., ..., ..., -, r, -", whole="kh", reduce=MEASURED)
+@kernel("... k, k, k, h*, ..., ... -> ... k, k ..., ..., ..., -, r, -", whole="kh", reduce=MEASURED)
 def layernorm_fwd(
-    x, gamma, beta, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False,
-    report=False, scale_inv=False, scaling=GIVEN,
+    x, gamma, beta, scale, known_mean=None, known_rstd=None, *, epsilon, zero_centered_gamma=False, dtype=None, y=True,
+    y_t=False, amax=False, report=False, scale_inv=False, scaling=GIVEN,
 ) -> LayerNormFwd:  # fmt: skip
     """y = (x - mean) * rstd * g + beta; with a scale y is FP8 (`dtype`), without it x's dtype or `dtype`.
 
     scale: f32[], or what `scaling` says. A report takes the place of amax. Without y, amax is that of the values
-    themselves, in f32.
+    themselves, in f32. known_mean, known_rstd f32[..]: what such a call gave, which a second one then need not compute;
+    mean and rstd are None.
     """
     wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    mean = jnp.mean(wide, axis=-1, keepdims=True) if known_mean is None else known_mean[..., None]
     centred = wide - mean
-    rstd = 1.0 / jnp.sqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+    if known_rstd is None:
+        rstd = 1.0 / jnp.sqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
+    else:
+        rstd = known_rstd[..., None]
     values = centred * rstd * _g(gamma, zero_centered_gamma) + beta.astype(jnp.float32)
     out = store(
         "layernorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, y=y, transposed=y_t, amax=amax,
         report=report, scale_inv=scale_inv, scaling=scaling,
     )  # fmt: skip
-    return LayerNormFwd(out.y, out.y_t, mean[..., 0], rstd[..., 0], out.amax, out.report, out.scale_inv)
+    computed = (mean[..., 0], rstd[..., 0]) if known_rstd is None else (None, None)
+    return LayerNormFwd(out.y, out.y_t, *computed, out.amax, out.report, out.scale_inv)
 
 
-@kernel("... k, k, h* -> ... k, k ..., ..., -, r, -", whole="kh", reduce=MEASURED)
+@kernel("... k, k, h*, ... -> ... k, k ..., ..., -, r, -", whole="kh", reduce=MEASURED)
 def rmsnorm_fwd(
-    x, gamma, scale, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False, report=False,
-    scale_inv=False, scaling=GIVEN,
+    x, gamma, scale, known_rstd=None, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False,
+    report=False, scale_inv=False, scaling=GIVEN,
 ) -> RmsNormFwd:  # fmt: skip
     """y = x * rstd * g; as `layernorm_fwd`."""
     wide = x.astype(jnp.float32)
-    rstd = 1.0 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    if known_rstd is None:
+        rstd = 1.0 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    else:
+        rstd = known_rstd[..., None]
     values = wide * rstd * _g(gamma, zero_centered_gamma)
     out = store(
         "rmsnorm_fwd", values, scale, dtype=dtype or x.dtype, k_axes=1, y=y, transposed=y_t, amax=amax, report=report,
         scale_inv=scale_inv, scaling=scaling,
     )  # fmt: skip
-    return RmsNormFwd(out.y, out.y_t, rstd[..., 0], out.amax, out.report, out.scale_inv)
+    rstd = rstd[..., 0] if known_rstd is None else None
+    return RmsNormFwd(out.y, out.y_t, rstd, out.amax, out.report, out.scale_inv)
 
 
 def _scratch(dy, x, *_, **__) -> int:

@@ -58,19 +58,24 @@ def norm(static: Norm, x, gamma, beta) -> jax.Array:
 def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Cast, NormSaved]:
     """The norm of x[.., K], quantized both ways in the pass that computes it, and what its backward needs.
 
-    A recipe that needs its amax first computes it twice: that moves fewer bytes than to store it in between.
+    A recipe that needs its amax first takes that and the statistics of rows in a pass of its own, and computes the norm
+    again: that moves fewer bytes than to store it in between.
     """
 
-    def run(scale, **wanted):
+    def run(scale, mean=None, rstd=None, **wanted):
         if beta is None:
-            return rmsnorm_fwd(x, gamma, scale, **static._asdict(), **wanted)
-        return layernorm_fwd(x, gamma, beta, scale, **static._asdict(), **wanted)
+            return rmsnorm_fwd(x, gamma, scale, rstd, **static._asdict(), **wanted)
+        return layernorm_fwd(x, gamma, beta, scale, mean, rstd, **static._asdict(), **wanted)
 
-    casting = Casting.of(quantizer, lambda: run(None, y=False, amax=True).amax)
-    out = run(casting.scale, y_t=True, **casting.options)
-    cast = casting.result(out.y, out.y_t, out)
-    mean, rstd = named(quantizer, (None if beta is None else out.mean, out.rstd))
-    return cast, NormSaved(x, gamma, beta, mean, rstd)
+    def statistics(out):
+        return None if beta is None else out.mean, out.rstd
+
+    measured = None if quantizer.spec.recipe.stateful else run(None, y=False, amax=True)
+    casting = Casting.of(quantizer, lambda: measured.amax)
+    known = (None, None) if measured is None else statistics(measured)
+    out = run(casting.scale, *known, y_t=True, **casting.options)
+    saved = named(quantizer, statistics(out if measured is None else measured))
+    return casting.result(out.y, out.y_t, out), NormSaved(x, gamma, beta, *saved)
 
 
 def norm_backward(static: Norm, saved: NormSaved, dy, residual=None):

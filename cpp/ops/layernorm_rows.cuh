@@ -1,0 +1,307 @@
+// Norms a row at a time: the statistics, with the amax of y where it is asked for, and y from statistics that are
+// known.
+#pragma once
+
+#include "core/tile.cuh"
+#include "ops/layernorm.h"
+
+namespace te {
+
+struct Norm {
+  const void* x;
+  Parameter gamma;
+  Parameter beta;
+  float* mean;  // absent for rmsnorm
+  float* rstd;
+  float epsilon;
+  bool centered;  // layernorm
+  bool known;     // mean and rstd are operands
+};
+
+// ---- y from known statistics: a Producer for the tile kernel.
+
+template <typename T>
+struct Normalized {
+  static constexpr int kOutputs = 1, kAhead = 1;
+  static constexpr int kBlocks = std::is_same_v<T, bf16> || std::is_same_v<T, f16> ? 4 : 2;
+  static constexpr bool kSummed = false;
+  using Type = T;
+  struct Columns {
+    float gamma[8];
+    float beta[8];
+  };
+  struct Raw {
+    typename Operand<T>::Raw x;
+    float mean;
+    float rstd;
+  };
+  Norm a;
+  Operand<T> x;
+
+  __device__ __forceinline__ Columns columns(int64_t col, int n, bool vector) const {
+    Columns c;
+    a.gamma.get8(col, n, vector, c.gamma);
+    a.beta.get8(col, n, vector, c.beta);
+    return c;
+  }
+  __device__ __forceinline__ Raw load(int64_t row, int64_t before, int64_t col, int n, bool vector) const {
+    return {x.load(before + col, n, vector), a.mean ? a.mean[row] : 0.f, a.rstd[row]};
+  }
+  __device__ __forceinline__ void values(const Raw& raw, const Columns& c, float (&v)[1][8]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[0][j] = normalized(raw.x[j], raw.mean, raw.rstd, c.gamma[j], c.beta[j]);
+  }
+
+  // Spelled out, so that the amax that is found first is that of the values that are stored then.
+  __device__ __forceinline__ static float normalized(float x, float mean, float rstd, float gamma, float beta) {
+    return fmaf((x - mean) * rstd, gamma, beta);
+  }
+};
+
+// ---- The statistics of rows of whole vectors, with the amax of y. A row is in the registers of one warp or of
+// several;
+// ---- each warp's mean and sum of squared differences are joined (Chan, Golub and LeVeque, 1979). After a warp's first
+// ---- row, values of y are computed only where they may exceed the most that is known so far: of a thread's, none is
+// ---- larger than its largest |x| and the mean say, times its largest |gamma|, plus its largest |beta|.
+
+constexpr int kMeasureThreads = 512;
+constexpr float kBoundError = 1.f + 0x1p-18f;  // of so few roundings
+
+// max |x| of a thread, NaN where one is; pairs of 16 bits at once, whose signs do not matter.
+template <typename T, int kVectors>
+__device__ __forceinline__ float most_abs(const Vec8<T> (&x)[kVectors]) {
+  Vec8<T> most = x[0];
+#pragma unroll
+  for (int v = 1; v < kVectors; ++v) {
+#pragma unroll
+    for (int w = 0; w < 4 * Vec8<T>::kQuads; ++w) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(most.words[w]) : "r"(x[v].words[w]));
+      } else if constexpr (std::is_same_v<T, f16>) {
+        asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(most.words[w]) : "r"(x[v].words[w]));
+      } else {
+        asm("max.NaN.xorsign.abs.f32 %0, %0, %1;" : "+r"(most.words[w]) : "r"(x[v].words[w]));
+      }
+    }
+  }
+  float values[8];
+  unpack(most, values);
+  return max_abs(0.f, values);
+}
+
+// gamma and beta in shared memory, halves of 8 apart so that neighbouring threads read neighbouring words, and the
+// largest magnitude of each 8.
+struct RowParameters {
+  float4* values;  // [gamma or beta, half, cols / 8]
+  float* most;     // [gamma or beta, cols / 8]
+  int vectors;
+
+  __device__ __forceinline__ RowParameters(void* memory, int cols)
+      : values(static_cast<float4*>(memory)), most(reinterpret_cast<float*>(values + cols / 2)), vectors(cols / 8) {}
+  static int64_t bytes(int64_t cols) { return cols / 8 * 2 * (2 * sizeof(float4) + sizeof(float)); }
+
+  // By a block, which then meets at a barrier.
+  __device__ __forceinline__ void fill(const Parameter& gamma, const Parameter& beta) {
+    for (int u = threadIdx.x; u < 2 * vectors; u += blockDim.x) {
+      const int which = u >= vectors, at = u - which * vectors;
+      float v[8];
+      if (which) {
+        beta.get8(at * 8, 8, true, v);
+      } else {
+        gamma.get8(at * 8, 8, true, v);
+      }
+      values[2 * which * vectors + at] = make_float4(v[0], v[1], v[2], v[3]);
+      values[(2 * which + 1) * vectors + at] = make_float4(v[4], v[5], v[6], v[7]);
+      most[u] = max_abs(0.f, v);
+    }
+  }
+  __device__ __forceinline__ void get8(int which, int vector, float (&v)[8]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 four = values[(2 * which + h) * vectors + vector];
+      v[4 * h] = four.x, v[4 * h + 1] = four.y, v[4 * h + 2] = four.z, v[4 * h + 3] = four.w;
+    }
+  }
+};
+
+// A row takes kWarps warps, whose threads have kVectors times 8 values of it.
+template <typename T, int kWarps, int kVectors>
+__global__ void __launch_bounds__(kMeasureThreads, kVectors <= 4 ? 2 : 1) measure_rows(const Norm a, const Result out) {
+  constexpr int kGroup = kWarps * 32, kAtOnce = kMeasureThreads / kGroup;
+  extern __shared__ __align__(16) unsigned char parameter_memory[];
+  __shared__ float2 parts[2][kAtOnce][kWarps];  // by row, as the next one's are sent while some still read
+  __shared__ BlockAmax amax;
+  const int rows = static_cast<int>(out.rows), cols = static_cast<int>(out.cols), vectors = cols / 8;
+  const int lane = threadIdx.x % 32, in_row = threadIdx.x % kGroup, of_block = threadIdx.x / kGroup;
+  const bool measured = out.amax.value;
+  const auto vector = [&](int v) { return v * kGroup + in_row; };
+  const auto columns_of = [&](int warp) {
+    int count = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) count += min(max(cols - (v * kGroup + warp * 32) * 8, 0), 256);
+    return static_cast<float>(count);
+  };
+  const float per_column = 1.f / static_cast<float>(cols), per_column_here = 1.f / columns_of(in_row / 32);
+  float counts[kWarps];
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) counts[w] = columns_of(w);
+
+  const int stride = static_cast<int>(gridDim.x) * kAtOnce;
+  int row = static_cast<int>(blockIdx.x) * kAtOnce + of_block;
+  Vec8<T> raw[kVectors];
+  const auto fetch = [&] {  // a row beyond the last is the last again
+    const T* const x = static_cast<const T*>(a.x) + int64_t{min(row, rows - 1)} * cols + in_row * 8;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      raw[v] = {};
+      if (vector(v) < vectors) raw[v] = load8(x + v * kGroup * 8);
+    }
+  };
+  fetch();
+  const RowParameters parameters(parameter_memory, cols);
+  float gamma_most = 0.f, beta_most = 0.f;
+  if (measured) {
+    RowParameters(parameters).fill(a.gamma, a.beta);
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (vector(v) >= vectors) continue;
+      gamma_most = max_abs(gamma_most, parameters.most[vector(v)]);
+      beta_most = max_abs(beta_most, parameters.most[vectors + vector(v)]);
+    }
+  }
+
+  float most = 0.f, known = 0.f;
+  int turn = 0;
+  for (int row0 = static_cast<int>(blockIdx.x) * kAtOnce; row0 < rows; row0 += stride, row += stride, ++turn) {
+    if (turn) fetch();
+    if (turn && !(turn & (turn - 1)) && measured) known = out.amax.so_far();
+    float mean_here = 0.f, squares = 0.f;
+    if (a.centered) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        float sum = 0.f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += raw[v][j];
+        mean_here += sum;
+      }
+      mean_here = sum_of_lanes(mean_here) * per_column_here;
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (vector(v) >= vectors) continue;
+      float sum = 0.f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float off = raw[v][j] - mean_here;
+        sum += off * off;
+      }
+      squares += sum;
+    }
+    squares = sum_of_lanes(squares);
+    float mean = mean_here;
+    if (kWarps > 1) {
+      float2(&of_row)[kWarps] = parts[turn % 2][of_block];
+      if (lane == 0) of_row[in_row / 32] = {mean_here, squares};
+      __syncthreads();
+      mean = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) mean += of_row[w].x * counts[w];
+      mean *= per_column;
+      squares = 0.f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const float off = of_row[w].x - mean;
+        squares += of_row[w].y + counts[w] * (off * off);
+      }
+    }
+    const float rstd = rsqrtf(squares * per_column + a.epsilon);
+    if (in_row == 0 && row < rows) {
+      if (a.mean) a.mean[row] = mean;
+      a.rstd[row] = rstd;
+    }
+
+    if (!measured) continue;
+    most = max_abs(most, known);
+    const float bound = fmaf((most_abs(raw) + fabsf(mean)) * rstd, gamma_most, beta_most) * kBoundError;
+    if (!turn || !(bound <= most)) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (vector(v) >= vectors) continue;
+        float gamma[8], beta[8];
+        parameters.get8(0, vector(v), gamma);
+        parameters.get8(1, vector(v), beta);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          most = max_abs(most, Normalized<T>::normalized(raw[v][j], mean, rstd, gamma[j], beta[j]));
+      }
+    }
+    if (turn || threadIdx.x < 32) out.amax.note(most, known);  // of all warps at once they would queue up
+  }
+  amax.note(most);
+  __syncthreads();
+  amax.merge(out.amax);
+}
+
+template <typename T, int kWarps, int kVectors>
+cudaError_t launch_measure_rows(cudaStream_t stream, const Norm& a, const Result& out) {
+  const auto kernel = measure_rows<T, kWarps, kVectors>;
+  Launch l{0, kMeasureThreads, out.amax.value ? static_cast<int>(RowParameters::bytes(out.cols)) : 0};
+  int resident = 0;
+  if (const cudaError_t error = resident_clusters(l, kernel, &resident); error != cudaSuccess) return error;
+  l.blocks = std::min<int64_t>(ceil_div(out.rows * kWarps * 32, kMeasureThreads), resident);
+  return launch(l, stream, kernel, a, out);
+}
+
+constexpr int64_t kMostMeasured = 16384;  // columns
+
+// Whether rows of whole vectors can be measured so.
+inline bool measurable(const Result& out) {
+  return out.rows < kMostRows && out.cols <= kMostMeasured &&
+         RowParameters::bytes(out.cols) + 2048 <= current_device().block_shared_memory;
+}
+
+template <typename T>
+cudaError_t launch_measure_rows(cudaStream_t stream, const Norm& a, const Result& out) {
+  constexpr int kVectors = 32 / sizeof(T), kOfWarp = kVectors * 256;  // 64 registers of a thread, columns of a warp
+  static_assert(kMostMeasured / kOfWarp <= kMeasureThreads / 32);
+  if (out.cols <= 4 * 256) return launch_measure_rows<T, 1, 4>(stream, a, out);
+  if (out.cols <= kOfWarp) return launch_measure_rows<T, 1, kVectors>(stream, a, out);
+  return launch_measure_rows<T, kMostMeasured / kOfWarp, kVectors>(stream, a, out);
+}
+
+// ---- The statistics of any row.
+
+constexpr int kRowThreads = 256;
+
+// Over a block; `slots` is used once.
+__device__ __forceinline__ float sum_of_block(float x, float* slots) {
+  x = sum_of_lanes(x);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = x;
+  __syncthreads();
+  return sum_of_lanes<kRowThreads / 32>(slots[threadIdx.x % (kRowThreads / 32)]);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) row_statistics(const Norm a, const Result out) {
+  __shared__ float slots[2][kRowThreads / 32];
+  const T* x = static_cast<const T*>(a.x) + blockIdx.x * out.cols;
+  float mean = 0.f;
+  if (a.centered) {
+    float sum = 0.f;
+    for (int64_t c = threadIdx.x; c < out.cols; c += kRowThreads) sum += load1(x + c);
+    mean = sum_of_block(sum, slots[0]) / static_cast<float>(out.cols);
+  }
+  float squares = 0.f;
+  for (int64_t c = threadIdx.x; c < out.cols; c += kRowThreads) {
+    const float d = load1(x + c) - mean;
+    squares += d * d;
+  }
+  const float rstd = rsqrtf(sum_of_block(squares, slots[1]) / static_cast<float>(out.cols) + a.epsilon);
+  if (threadIdx.x == 0) {
+    if (a.mean) a.mean[blockIdx.x] = mean;
+    a.rstd[blockIdx.x] = rstd;
+  }
+}
+
+}  // namespace te
