@@ -177,16 +177,16 @@ def layernorm_mlp(
     if quantizers is None or quantizers[0].x.spec.calibrating or fused is None:
         first, second = quantizers or (None, None)
         normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
-        # Where all is plain JAX, it has tangents and second derivatives, which gradients_at_once has not.
-        held = gradients_at_once if fused is not None else lambda *values: values
-        normed, kernel_1 = held(normed, kernels[0])
+        kernel_1 = kernels[0]
+        if fused is not None:  # plain JAX has tangents and second derivatives, which gradients_at_once has not
+            normed, kernel_1 = gradients_at_once(normed, kernel_1)
         # XLA can't fuse the first bias and its gradient into the activation's kernels: each would be a pass of its own
         # over z. So the kernels add the one and sum the other, and the z that names[0] names is without its bias.
         in_product, in_activation = (bias_1, None) if fused is None else (None, bias_1)
         z = checkpoint_name(dense(normed, kernel_1, in_product, quantizers=first), names[0])
-        a, kernel_2 = held(activation(z, activations, activation_params, in_activation), kernels[1])
+        a = activation(z, activations, activation_params, in_activation)
         return checkpoint_name(
-            dense(a, kernel_2, bias_2, quantizers=second, residual=x if residual else None), names[1]
+            dense(a, kernels[1], bias_2, quantizers=second, residual=x if residual else None), names[1]
         )
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
