@@ -285,6 +285,7 @@ def test_result_dtype_may_differ_from_the_input(implementation, centred, result)
         r"layernorm: gamma: expected \[8\].*got \[7\]": lambda x, g: layernorm(x, g[:7], g),
         r"layernorm: beta: expected \[8\].*got \[1, 8\]": lambda x, g: layernorm(x, g, g[None]),
         r"layernorm: x: expected f32, f16 or bf16, got int32": lambda x, g: layernorm(x.astype(int), g, g),
+        r"layernorm: beta: expected \[K\], got None; rmsnorm has none": lambda x, g: layernorm(x, g, None),
         r"rmsnorm: gamma: expected f32, f16 or bf16, got int32": lambda x, g: rmsnorm(x, g.astype(int)),
         "rmsnorm: epsilon: expected 0 or more, got -1": lambda x, g: rmsnorm(x, g, epsilon=-1),
         "layernorm: epsilon: expected 0 or more, got nan": lambda x, g: layernorm(x, g, g, epsilon=np.nan),

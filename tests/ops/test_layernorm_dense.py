@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
+from transformer_engine_jax.ops.layernorm import Norm, norm
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.quantize import E4M3, E5M2
 
 NORM = Norm()

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.activation import activation
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import norm
+from transformer_engine_jax.ops.layernorm import Norm, norm
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.quantize import E4M3, E5M2
 

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import norm
+from transformer_engine_jax.ops.layernorm import Norm, norm
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
 
 X, K = (4, 8, 64), 64

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import pytest
 from emulated import BF16, F32
 
-from transformer_engine_jax import testing
+from transformer_engine_jax import autocast, testing
+from transformer_engine_jax.flax import MultiHeadAttention
+from transformer_engine_jax.kernel import kernel_p
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
@@ -62,6 +64,43 @@ def test_no_sum_of_its_own_is_left():
         text = str(jax.make_jaxpr(lambda a, f=fused: step(a, a[0], emulated.DELAYED, f))(arrays))
         assert text.count(" = add_any ") + text.count(" = add ") >= sums
         assert (whole in text) == (not fused), text
+
+
+def norms_that_add(step, *args) -> list[bool]:
+    """Of each backward pass of a norm in a step, whether a residual's gradient is added there."""
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is kernel_p and eqn.params["call"].kernel.name in ("layernorm_bwd", "rmsnorm_bwd"):
+                found.append(not eqn.params["call"].absent[-1])
+            for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    visit(getattr(inner, "jaxpr", inner))
+
+    visit(jax.make_jaxpr(step)(*args).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("rec", [None, emulated.DELAYED], ids=["high precision", "fp8"])
+def test_norms_add_what_reaches_their_input_past_them_and_nothing_else(rec):
+    arrays = [jnp.asarray(a) for a in ARRAYS]
+    for fused in (True, False):
+        run = lambda a, fused=fused: step(a, a[0], rec, fused)
+        assert norms_that_add(run, arrays) == 2 * [fused]
+        of_gradients = f"f32[{','.join(map(str, X.shape))}] = add_any"
+        assert (of_gradients in str(jax.make_jaxpr(run)(arrays))) == (not fused)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_attention_hands_its_input_past_the_norm_only_where_it_is_added(residual, fp8):
+    layer = MultiHeadAttention(head_dim=16, num_attention_heads=4, attention_dropout=0.0)
+    x = jnp.asarray(X)
+    with autocast(fp8, emulated.RECIPES["current"]):
+        variables = layer.init(jax.random.key(0), x, residual=residual)
+        step = lambda x, dy: jax.vjp(lambda x: layer.apply(variables, x, residual=residual)[0], x)[1](dy)
+        assert norms_that_add(step, x, x) == [residual]
 
 
 def test_a_residual_unlike_the_result_is_named():

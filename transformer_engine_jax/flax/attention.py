@@ -230,7 +230,7 @@ class MultiHeadAttention(nn.Module):
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         check_ranks(inputs_q, inputs_kv)
         check_kind(self, is_self, self.variables.get("params", {}))
-        query, key, value, normed, past = self._project(inputs_q, inputs_kv)
+        query, key, value, normed, past = self._project(inputs_q, inputs_kv, residual)
         query, key, value = (self._by_head(x) for x in (query, key, value))
         turn_q, turn_k = rotations(self, rotary_pos_emb)
         start, cached = None, self.has_variable("cache", "cache_index")
@@ -262,7 +262,7 @@ class MultiHeadAttention(nn.Module):
             dtype=self.dtype,
             input_axes=self._axes("heads"),
             name="out",
-        )(jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context, past if residual else None)
+        )(jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context, past)
         return constrain(checkpoint_name(out, "out_proj"), self._axes(between=True)), normed
 
     def _axes(self, features: str = "embed_activations", between: bool = False) -> tuple[str, ...]:
@@ -333,8 +333,8 @@ class MultiHeadAttention(nn.Module):
             name="core_attention",
         )
 
-    def _project(self, inputs_q, inputs_kv):
-        """(query, key, value, normed inputs_q or None, inputs_q), the first three [.., heads * head_dim].
+    def _project(self, inputs_q, inputs_kv, residual: bool):
+        """(query, key, value, normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
 
         Those of self-attention share one quantized copy of the norm's output, where no more of it is asked for.
         """
@@ -342,7 +342,7 @@ class MultiHeadAttention(nn.Module):
         layout = self._layout(is_self)
         special = self.return_layernorm_output or self.enable_sequence_parallel
         if is_self and not (special or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
-            return self._project_together(inputs_q, layout)
+            return self._project_together(inputs_q, layout, residual)
         (name, features, init), *others = layout
         wants_norm = self.return_layernorm_output or (is_self and bool(others))
         first = self._projection(
@@ -357,10 +357,10 @@ class MultiHeadAttention(nn.Module):
             y = self._projection(DenseGeneral, name, features, init, input_axes=self._axes())(source)
             outputs.append(checkpoint_name(y, CHECKPOINT_NAMES[name]))
         split = [part for y, (_, features, _) in zip(outputs, layout) for part in unstacked(y, features)]
-        return *split, normed if self.return_layernorm_output else None, inputs_q
+        return *split, normed if self.return_layernorm_output else None, inputs_q if residual else None
 
     @nn.nowrap
-    def _project_together(self, x, layout):
+    def _project_together(self, x, layout, residual: bool):
         fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(features)) for _, features, _ in layout])
         fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
         parts = [
@@ -368,7 +368,7 @@ class MultiHeadAttention(nn.Module):
             for of, norm in zip(layout, fields)
         ]
         with scope:
-            results, x = layernorm_projections(
+            results, past = layernorm_projections(
                 x,
                 parts[0].gamma,
                 parts[0].beta,
@@ -376,11 +376,11 @@ class MultiHeadAttention(nn.Module):
                 [part.bias for part in parts],
                 norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
                 quantizers=[part.quantizers for part in parts] if fp8 else None,
-                return_input=True,
+                return_input=residual,
             )
         names = [CHECKPOINT_NAMES[name] for name, features, _ in layout for _ in unstacked(None, features)]
         results = [checkpoint_name(y, name) for y, name in zip(results, names)]
-        return keep(results[0], [part.unused for part in parts]), *results[1:], None, x
+        return keep(results[0], [part.unused for part in parts]), *results[1:], None, past
 
     @nn.nowrap
     def _layout(self, is_self: bool) -> list[tuple[str, int | tuple[int, int], Callable]]:

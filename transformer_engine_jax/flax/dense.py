@@ -18,8 +18,8 @@ from transformer_engine_jax.flax.base import (
     last_size,
 )
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
+from transformer_engine_jax.ops.layernorm import Norm, norm
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantized import GemmQuantizers, keep

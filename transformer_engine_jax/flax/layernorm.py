@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.flax.base import Fp8Module, last_size
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import norm
+from transformer_engine_jax.ops.layernorm import Norm, norm
 
 
 class LayerNorm(Fp8Module):

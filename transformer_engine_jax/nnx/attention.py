@@ -253,7 +253,7 @@ class MultiHeadAttention(Fp8Module):
         inputs_q = jnp.asarray(inputs_q)
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         check_ranks(inputs_q, inputs_kv)
-        query, key, value, normed, past = self._project(inputs_q, inputs_kv)
+        query, key, value, normed, past = self._project(inputs_q, inputs_kv, residual)
         query, key, value = (self._by_head(x) for x in (query, key, value))
         turn_q, turn_k = rotations(self, rotary_pos_emb)
         start = self._advance(query.shape[1]) if decode and (is_self or turn_q is not None) else None
@@ -273,7 +273,7 @@ class MultiHeadAttention(Fp8Module):
         )  # fmt: skip
         context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
         context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
-        out = self.out(context, past if residual else None)
+        out = self.out(context, past)
         return constrain(checkpoint_name(out, "out_proj"), self._axes(between=True)), normed
 
     def _advance(self, tokens: int) -> jax.Array:
@@ -299,8 +299,8 @@ class MultiHeadAttention(Fp8Module):
             x = l2norm(x, self.qk_norm_epsilon) if norm is None else norm(x)
         return rotated(self, turn, x, at) if self.qk_norm_before_rope else x
 
-    def _project(self, inputs_q, inputs_kv):
-        """(query, key, value, normed inputs_q or None, inputs_q), the first three [.., heads * head_dim].
+    def _project(self, inputs_q, inputs_kv, residual: bool):
+        """(query, key, value, normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
 
         Those of self-attention share one quantized copy of the norm's output, where no more of it is asked for.
         """
@@ -309,21 +309,21 @@ class MultiHeadAttention(Fp8Module):
         projections = [getattr(self, name) for name in names]
         special = self.return_layernorm_output or self.enable_sequence_parallel
         if is_self and not (special or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
-            return self._project_together(inputs_q, names, projections)
+            return self._project_together(inputs_q, names, projections, residual)
         y, normed = projections[0](inputs_q)
         source = normed if is_self else inputs_kv
         outputs = [y, *[projection(source) for projection in projections[1:]]]
         outputs = [checkpoint_name(y, CHECKPOINT_NAMES[name]) for y, name in zip(outputs, names)]
         results = [part for y, p in zip(outputs, projections) for part in unstacked(y, p.features)]
-        return *results, normed if self.return_layernorm_output else None, inputs_q
+        return *results, normed if self.return_layernorm_output else None, inputs_q if residual else None
 
-    def _project_together(self, x, names, projections):
+    def _project_together(self, x, names, projections, residual: bool):
         kernels_and_biases = [projection._kernel_and_bias() for projection in projections]
         fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(projection.features)) for projection in projections])
         quantizers, unused = zip(*[projection.gemm_quantizers("gemm", fp8) for projection in projections])
         norm = projections[0]
         with scope:
-            results, x = layernorm_projections(
+            results, past = layernorm_projections(
                 x,
                 array(norm.scale) if self.input_layernorm else None,
                 array(norm.ln_bias) if self.input_layernorm else None,
@@ -331,8 +331,8 @@ class MultiHeadAttention(Fp8Module):
                 [bias for _, bias in kernels_and_biases],
                 norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
                 quantizers=quantizers if fp8 else None,
-                return_input=True,
+                return_input=residual,
             )
         named = [CHECKPOINT_NAMES[name] for name, p in zip(names, projections) for _ in unstacked(None, p.features)]
         results = [checkpoint_name(y, name) for y, name in zip(results, named)]
-        return keep(results[0], list(unused)), *results[1:], None, x
+        return keep(results[0], list(unused)), *results[1:], None, past

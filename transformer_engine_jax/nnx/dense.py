@@ -24,8 +24,8 @@ from transformer_engine_jax.flax.dense import (
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import layernorm_dense, norm
+from transformer_engine_jax.ops.layernorm import Norm, norm
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantized import keep
 from transformer_engine_jax.sharding import constrain

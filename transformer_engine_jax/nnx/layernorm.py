@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import norm
+from transformer_engine_jax.ops.layernorm import Norm, norm
 
 
 @module

@@ -17,8 +17,7 @@ from transformer_engine_jax.initializers import default_kernel_init, flat_kernel
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
 from transformer_engine_jax.ops.activation import activation, fused_activation
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import norm
+from transformer_engine_jax.ops.layernorm import Norm, norm
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.precision import in_fp8, mlp_products
 from transformer_engine_jax.quantized import keep

@@ -168,6 +168,25 @@ def check_epsilon(name: str, epsilon) -> float:
     return float(epsilon)
 
 
+def norm(static: Norm, x, gamma, beta) -> jax.Array:
+    """LayerNorm, or RMSNorm where beta is None, of x[.., K] in x's precision; arguments else as `layernorm`'s."""
+    return norm_and_input(static, x, gamma, beta, return_input=False)[0]
+
+
+def norm_and_input(static: Norm | None, x, gamma, beta, return_input: bool) -> tuple[jax.Array, jax.Array | None]:
+    """(`norm` of x, or x where there are no options; x where return_input asks for it).
+
+    What is added to the x that is returned, a residual connection, has its gradient added to the norm's in one pass.
+    """
+    if static is None:
+        return x, x if return_input else None
+    if beta is None:
+        x, gamma = checked_norm("rmsnorm", x, gamma=gamma)
+        return _rmsnorm(_Static(static.checked("rmsnorm"), return_input), x, gamma)
+    x, gamma, beta = checked_norm("layernorm", x, gamma=gamma, beta=beta)
+    return _layernorm(_Static(static.checked("layernorm"), return_input), x, gamma, beta)
+
+
 def layernorm(x, gamma, beta, *, epsilon: float = 1e-6, zero_centered_gamma: bool = False) -> jax.Array:
     """Layer normalisation over the last axis (Ba et al., 2016), in f32 arithmetic.
 
@@ -180,14 +199,14 @@ def layernorm(x, gamma, beta, *, epsilon: float = 1e-6, zero_centered_gamma: boo
     Returns:
       [.., K] in x's dtype. Raises ValueError where shapes or dtypes do not fit.
     """
-    x, gamma, beta = checked_norm("layernorm", x, gamma=gamma, beta=beta)
-    return _layernorm(Norm(epsilon, zero_centered_gamma).checked("layernorm"), x, gamma, beta)
+    if beta is None:
+        raise ValueError("layernorm: beta: expected [K], got None; rmsnorm has none")
+    return norm(Norm(epsilon, zero_centered_gamma), x, gamma, beta)
 
 
 def rmsnorm(x, gamma, *, epsilon: float = 1e-6, zero_centered_gamma: bool = False) -> jax.Array:
     """Root mean square normalisation over the last axis (Zhang and Sennrich, 2019); arguments as `layernorm`'s."""
-    x, gamma = checked_norm("rmsnorm", x, gamma=gamma)
-    return _rmsnorm(Norm(epsilon, zero_centered_gamma).checked("rmsnorm"), x, gamma)
+    return norm(Norm(epsilon, zero_centered_gamma), x, gamma, None)
 
 
 def checked_norm(op: str, x, **parameters) -> tuple[jax.Array, ...]:
@@ -206,25 +225,30 @@ def checked_norm(op: str, x, **parameters) -> tuple[jax.Array, ...]:
 _FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
 
 
-def _layernorm_forward(norm: Norm, x, gamma, beta):
-    out = layernorm_fwd(x, gamma, beta, None, **norm._asdict())
-    return out.y, (x, gamma, beta, out.mean, out.rstd)
+class _Static(NamedTuple):
+    norm: Norm
+    return_input: bool
 
 
-def _layernorm_backward(norm: Norm, saved, dy):
-    x, gamma, beta, mean, rstd = saved
-    d = layernorm_bwd(dy, x, gamma, mean, rstd, None, zero_centered_gamma=norm.zero_centered_gamma)
+def _layernorm_forward(static: _Static, x, gamma, beta):
+    out = layernorm_fwd(x, gamma, beta, None, **static.norm._asdict())
+    return (out.y, x if static.return_input else None), (x, gamma, beta, out.mean, out.rstd)
+
+
+def _layernorm_backward(static: _Static, saved, cotangents):
+    (x, gamma, beta, mean, rstd), (dy, past) = saved, cotangents
+    d = layernorm_bwd(dy, x, gamma, mean, rstd, past, zero_centered_gamma=static.norm.zero_centered_gamma)
     return d.dx, d.dgamma.astype(gamma.dtype), d.dbeta.astype(beta.dtype)
 
 
-def _rmsnorm_forward(norm: Norm, x, gamma):
-    out = rmsnorm_fwd(x, gamma, None, **norm._asdict())
-    return out.y, (x, gamma, out.rstd)
+def _rmsnorm_forward(static: _Static, x, gamma):
+    out = rmsnorm_fwd(x, gamma, None, **static.norm._asdict())
+    return (out.y, x if static.return_input else None), (x, gamma, out.rstd)
 
 
-def _rmsnorm_backward(norm: Norm, saved, dy):
-    x, gamma, rstd = saved
-    d = rmsnorm_bwd(dy, x, gamma, rstd, None, zero_centered_gamma=norm.zero_centered_gamma)
+def _rmsnorm_backward(static: _Static, saved, cotangents):
+    (x, gamma, rstd), (dy, past) = saved, cotangents
+    d = rmsnorm_bwd(dy, x, gamma, rstd, past, zero_centered_gamma=static.norm.zero_centered_gamma)
     return d.dx, d.dgamma.astype(gamma.dtype)
 
 

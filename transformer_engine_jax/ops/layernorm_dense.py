@@ -20,10 +20,9 @@ from transformer_engine_jax.ops.dense import (
 from transformer_engine_jax.ops.layernorm import (
     Norm,
     checked_norm,
-    layernorm,
     layernorm_bwd,
     layernorm_fwd,
-    rmsnorm,
+    norm_and_input,
     rmsnorm_bwd,
     rmsnorm_fwd,
 )
@@ -46,13 +45,6 @@ def check_norm(op: str, static: Norm, x, gamma, beta) -> Norm:
     """The options of a norm (of an RMSNorm where beta is None); ValueError where they, shapes or dtypes do not fit."""
     checked_norm(op, x, gamma=gamma, **({} if beta is None else {"beta": beta}))
     return static.checked(op)
-
-
-def norm(static: Norm, x, gamma, beta) -> jax.Array:
-    """LayerNorm, or RMSNorm where beta is None, of x[.., K] in x's precision."""
-    if beta is None:
-        return rmsnorm(x, gamma, **static._asdict())
-    return layernorm(x, gamma, beta, **static._asdict())
 
 
 def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Cast, NormSaved]:
@@ -139,8 +131,9 @@ def layernorm_dense(
     """
     x, gamma, beta, bias = arrays(x, gamma, beta, bias)
     if quantizers is None or quantizers.x.spec.calibrating:
-        y = dense(norm(norm_options, x, gamma, beta), kernel, bias, quantizers=quantizers)
-        return (y, x) if return_input else y
+        normed, past = norm_and_input(norm_options, x, gamma, beta, return_input)
+        y = dense(normed, kernel, bias, quantizers=quantizers)
+        return (y, past) if return_input else y
     norm_options = check_norm("layernorm_dense", norm_options, x, gamma, beta)
     kernel, main_grad = unpacked("layernorm_dense", kernel)
     check_dense("layernorm_dense", x, kernel, bias, 1)

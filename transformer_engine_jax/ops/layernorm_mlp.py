@@ -31,8 +31,8 @@ from transformer_engine_jax.ops.dense import (
     dense_forward,
     quantize_gradient,
 )
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
+from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
+from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_backward, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting, quantize_for
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
@@ -176,7 +176,7 @@ def layernorm_mlp(
         check_residual("layernorm_mlp", x, (*x.shape[:-1], *kernel_2.shape[1:]), x.dtype)
     if quantizers is None or quantizers[0].x.spec.calibrating or fused is None:
         first, second = quantizers or (None, None)
-        normed = x if norm_options is None else norm(norm_options, x, gamma, beta)
+        normed, past = norm_and_input(norm_options, x, gamma, beta, return_input=residual)
         kernel_1 = kernels[0]
         if fused is not None:  # plain JAX has tangents and second derivatives, which gradients_at_once has not
             normed, kernel_1 = gradients_at_once(normed, kernel_1)
@@ -185,9 +185,7 @@ def layernorm_mlp(
         in_product, in_activation = (bias_1, None) if fused is None else (None, bias_1)
         z = checkpoint_name(dense(normed, kernel_1, in_product, quantizers=first), names[0])
         a = activation(z, activations, activation_params, in_activation)
-        return checkpoint_name(
-            dense(a, kernels[1], bias_2, quantizers=second, residual=x if residual else None), names[1]
-        )
+        return checkpoint_name(dense(a, kernels[1], bias_2, quantizers=second, residual=past), names[1])
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
     dense_1, dense_2 = Dense.of(x, kernel_1, bias_1, 1, adds=adds_1), Dense.of(x, kernel_2, bias_2, 1, residual, adds_2)

@@ -14,8 +14,8 @@ import jax
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.dense import Dense, Saved, arrays, check_dense, dense, dense_backward, matmul, save
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_dense import check_norm, norm, norm_backward, norm_forward
+from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
+from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_backward, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, quantize_for, quantize_stack_for
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
@@ -121,12 +121,12 @@ def layernorm_projections(
     if norm_options is not None:
         norm_options = check_norm("layernorm_projections", norm_options, x, gamma, beta)
     if quantizers is None or quantizers[0].x.spec.calibrating:
-        normed, results = x if norm_options is None else norm(norm_options, x, gamma, beta), []
+        (normed, past), results = norm_and_input(norm_options, x, gamma, beta, return_input), []
         for kernel, bias, of_product in zip(given, biases, quantizers or [None] * len(kernels), strict=True):
             y = dense(normed, kernel, bias, quantizers=of_product)
             stacked = y.ndim > normed.ndim
             results += [y[..., i, :] for i in range(y.shape[-2])] if stacked else [y]
-        return results, x if return_input else None
+        return results, past
     products, parameters = [], []
     for kernel, bias, main_grad in zip(kernels, biases, main_grads):
         main_grad, adds = claimed(main_grad, x, kernel)
