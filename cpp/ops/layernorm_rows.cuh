@@ -58,8 +58,7 @@ struct Normalized {
   }
 };
 
-// ---- The statistics of rows of whole vectors, with the amax of y. A row is in the registers of one warp or of
-// several;
+// ---- The statistics of rows of whole vectors, with the amax of y. A row is in the registers of one warp or of more;
 // ---- each warp's mean and sum of squared differences are joined (Chan, Golub and LeVeque, 1979). After a warp's first
 // ---- row, values of y are computed only where they may exceed the most that is known so far: of a thread's, none is
 // ---- larger than its largest |x| and the mean say, times its largest |gamma|, plus its largest |beta|.
@@ -101,7 +100,7 @@ struct RowParameters {
   static int64_t bytes(int64_t cols) { return cols / 8 * 2 * (2 * sizeof(float4) + sizeof(float)); }
 
   // By a block, which then meets at a barrier.
-  __device__ __forceinline__ void fill(const Parameter& gamma, const Parameter& beta) {
+  __device__ __forceinline__ void fill(const Parameter& gamma, const Parameter& beta) const {
     for (int u = threadIdx.x; u < 2 * vectors; u += blockDim.x) {
       const int which = u >= vectors, at = u - which * vectors;
       float v[8];
@@ -161,7 +160,7 @@ __global__ void __launch_bounds__(kMeasureThreads, kVectors <= 4 ? 2 : 1) measur
   const RowParameters parameters(parameter_memory, cols);
   float gamma_most = 0.f, beta_most = 0.f;
   if (measured) {
-    RowParameters(parameters).fill(a.gamma, a.beta);
+    parameters.fill(a.gamma, a.beta);
     __syncthreads();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
