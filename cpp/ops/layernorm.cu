@@ -1,8 +1,7 @@
 // LayerNorm and RMSNorm on CUDA, forward. Bytes a value, with s for x, o for y (1 for FP8) and t = 1 where a transposed
 // copy is asked for; statistics, gamma and beta are a fraction of a percent:
 //   s + o + t      strips of 32 rows in the registers of a cluster of blocks (norm_strips); or, where the statistics
-//   are
-//                  given, the tile kernel of tile.cuh
+//                  are given, the tile kernel of tile.cuh
 //   s              the statistics alone, with the amax of y (measure_rows)
 //   2 s + o + t    what these lack: unaligned rows, rows beyond 16384 values, GPUs without clusters. The statistics
 //                  first (row_statistics), then the tile kernel

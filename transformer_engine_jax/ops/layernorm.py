@@ -180,11 +180,9 @@ def norm_and_input(static: Norm | None, x, gamma, beta, return_input: bool) -> t
     """
     if static is None:
         return x, x if return_input else None
-    if beta is None:
-        x, gamma = checked_norm("rmsnorm", x, gamma=gamma)
-        return _rmsnorm(_Static(static.checked("rmsnorm"), return_input), x, gamma)
-    x, gamma, beta = checked_norm("layernorm", x, gamma=gamma, beta=beta)
-    return _layernorm(_Static(static.checked("layernorm"), return_input), x, gamma, beta)
+    op, parameters = ("rmsnorm", {}) if beta is None else ("layernorm", {"beta": beta})
+    x, gamma, *beta = checked_norm(op, x, gamma=gamma, **parameters)
+    return _norm(_Static(static.checked(op), return_input), x, gamma, *(beta or [None]))
 
 
 def layernorm(x, gamma, beta, *, epsilon: float = 1e-6, zero_centered_gamma: bool = False) -> jax.Array:
@@ -225,32 +223,50 @@ def checked_norm(op: str, x, **parameters) -> tuple[jax.Array, ...]:
 _FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
 
 
+class NormSaved(NamedTuple):
+    """What the backward of a norm needs of its forward; beta and mean are None for RMSNorm."""
+
+    x: jax.Array  # [.., K]
+    gamma: jax.Array  # [K]
+    beta: jax.Array | None  # [K]
+    mean: jax.Array | None  # f32[..]
+    rstd: jax.Array  # f32[..]
+
+
+def norm_kernel(static: Norm, x, gamma, beta, scale, mean=None, rstd=None, **wanted) -> LayerNormFwd | RmsNormFwd:
+    """layernorm_fwd, or rmsnorm_fwd where beta is None."""
+    if beta is None:
+        return rmsnorm_fwd(x, gamma, scale, rstd, **static._asdict(), **wanted)
+    return layernorm_fwd(x, gamma, beta, scale, mean, rstd, **static._asdict(), **wanted)
+
+
+def statistics(out: LayerNormFwd | RmsNormFwd) -> tuple[jax.Array | None, jax.Array | None]:
+    """(mean, or None for RMSNorm; rstd)."""
+    return getattr(out, "mean", None), out.rstd
+
+
+def norm_backward(static: Norm, saved: NormSaved, dy, residual=None):
+    """Gradients of x, gamma and beta (None for RMSNorm) in their dtypes; residual: what reaches x past the norm."""
+    x, gamma, beta, mean, rstd = saved
+    if beta is None:
+        out = rmsnorm_bwd(dy, x, gamma, rstd, residual, zero_centered_gamma=static.zero_centered_gamma)
+        return out.dx, out.dgamma.astype(gamma.dtype), None
+    out = layernorm_bwd(dy, x, gamma, mean, rstd, residual, zero_centered_gamma=static.zero_centered_gamma)
+    return out.dx, out.dgamma.astype(gamma.dtype), out.dbeta.astype(beta.dtype)
+
+
 class _Static(NamedTuple):
     norm: Norm
     return_input: bool
 
 
-def _layernorm_forward(static: _Static, x, gamma, beta):
-    out = layernorm_fwd(x, gamma, beta, None, **static.norm._asdict())
-    return (out.y, x if static.return_input else None), (x, gamma, beta, out.mean, out.rstd)
+def _forward(static: _Static, x, gamma, beta):
+    out = norm_kernel(static.norm, x, gamma, beta, None)
+    return (out.y, x if static.return_input else None), NormSaved(x, gamma, beta, *statistics(out))
 
 
-def _layernorm_backward(static: _Static, saved, cotangents):
-    (x, gamma, beta, mean, rstd), (dy, past) = saved, cotangents
-    d = layernorm_bwd(dy, x, gamma, mean, rstd, past, zero_centered_gamma=static.norm.zero_centered_gamma)
-    return d.dx, d.dgamma.astype(gamma.dtype), d.dbeta.astype(beta.dtype)
+def _backward(static: _Static, saved: NormSaved, cotangents):
+    return norm_backward(static.norm, saved, *cotangents)
 
 
-def _rmsnorm_forward(static: _Static, x, gamma):
-    out = rmsnorm_fwd(x, gamma, None, **static.norm._asdict())
-    return (out.y, x if static.return_input else None), (x, gamma, out.rstd)
-
-
-def _rmsnorm_backward(static: _Static, saved, cotangents):
-    (x, gamma, rstd), (dy, past) = saved, cotangents
-    d = rmsnorm_bwd(dy, x, gamma, rstd, past, zero_centered_gamma=static.norm.zero_centered_gamma)
-    return d.dx, d.dgamma.astype(gamma.dtype)
-
-
-_layernorm = differentiable(_layernorm_forward, _layernorm_backward)
-_rmsnorm = differentiable(_rmsnorm_forward, _rmsnorm_backward)
+_norm = differentiable(_forward, _backward)

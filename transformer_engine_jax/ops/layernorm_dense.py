@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -19,26 +20,16 @@ from transformer_engine_jax.ops.dense import (
 )
 from transformer_engine_jax.ops.layernorm import (
     Norm,
+    NormSaved,
     checked_norm,
-    layernorm_bwd,
-    layernorm_fwd,
     norm_and_input,
-    rmsnorm_bwd,
-    rmsnorm_fwd,
+    norm_backward,
+    norm_kernel,
+    statistics,
 )
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting, named
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
-
-
-class NormSaved(NamedTuple):
-    """What the backward of a norm needs of its forward; beta and mean are None for RMSNorm."""
-
-    x: jax.Array  # [.., K]
-    gamma: jax.Array  # [K]
-    beta: jax.Array | None  # [K]
-    mean: jax.Array | None  # f32[..]
-    rstd: jax.Array  # f32[..]
 
 
 def check_norm(op: str, static: Norm, x, gamma, beta) -> Norm:
@@ -53,31 +44,13 @@ def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Ca
     A recipe that needs its amax first takes that and the statistics of rows in a pass of its own, and computes the norm
     again: that moves fewer bytes than to store it in between.
     """
-
-    def run(scale, mean=None, rstd=None, **wanted):
-        if beta is None:
-            return rmsnorm_fwd(x, gamma, scale, rstd, **static._asdict(), **wanted)
-        return layernorm_fwd(x, gamma, beta, scale, mean, rstd, **static._asdict(), **wanted)
-
-    def statistics(out):
-        return None if beta is None else out.mean, out.rstd
-
+    run = functools.partial(norm_kernel, static, x, gamma, beta)
     measured = None if quantizer.spec.recipe.stateful else run(None, y=False, amax=True)
     casting = Casting.of(quantizer, lambda: measured.amax)
     known = (None, None) if measured is None else statistics(measured)
     out = run(casting.scale, *known, y_t=True, **casting.options)
     saved = named(quantizer, statistics(out if measured is None else measured))
     return casting.result(out.y, out.y_t, out), NormSaved(x, gamma, beta, *saved)
-
-
-def norm_backward(static: Norm, saved: NormSaved, dy, residual=None):
-    """Gradients of x, gamma and beta (None for RMSNorm) in their dtypes; residual: what reaches x past the norm."""
-    x, gamma, beta, mean, rstd = saved
-    if beta is None:
-        out = rmsnorm_bwd(dy, x, gamma, rstd, residual, zero_centered_gamma=static.zero_centered_gamma)
-        return out.dx, out.dgamma.astype(gamma.dtype), None
-    out = layernorm_bwd(dy, x, gamma, mean, rstd, residual, zero_centered_gamma=static.zero_centered_gamma)
-    return out.dx, out.dgamma.astype(gamma.dtype), out.dbeta.astype(beta.dtype)
 
 
 class _Static(NamedTuple):

@@ -31,8 +31,8 @@ from transformer_engine_jax.ops.dense import (
     dense_forward,
     quantize_gradient,
 )
-from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
-from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_backward, norm_forward
+from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
+from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting, quantize_for
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer

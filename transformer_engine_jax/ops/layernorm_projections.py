@@ -14,8 +14,8 @@ import jax
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.dense import Dense, Saved, arrays, check_dense, dense, dense_backward, matmul, save
-from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
-from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_backward, norm_forward
+from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
+from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, quantize_for, quantize_stack_for
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
