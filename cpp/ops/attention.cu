@@ -1,8 +1,11 @@
-// te_attention_fwd, te_attention_bwd: flash attention by cuDNN, with dropout or without.
+// te_attention_fwd, te_attention_bwd: flash attention by cuDNN, with dropout or without; te_attention_qkv_fwd and _bwd:
+// that of queries, keys and values in one array, read and written where they lie.
 //
 // Buffers as in attention.h: q, k, v, o and their gradients bf16 or f16; `seed` is absent exactly where there is no
 // dropout. Forward, 2 (q + k + v + o) bytes move and neither weights nor mask are stored: the backward pass draws the
 // mask again. cuDNN's graphs are made when a program is compiled, and kept. Only the host's compiler is needed.
+#include <array>
+
 #include "core/settings.h"
 #include "ops/attention.h"
 
@@ -14,20 +17,23 @@ struct AttentionAttributes : AttentionOptions {
 
 namespace {
 
+constexpr int64_t kHeadSizeStep = 8;
+
+bool is_16_bits(const ffi::AnyBuffer& b) { return b.element_type() == DType::BF16 || b.element_type() == DType::F16; }
+
+Check& check_dropout(Check& check, const In& seed, float rate) {
+  check.that(rate >= 0.f && rate < 1.f, "dropout", "a rate in [0, 1)", rate);
+  if (rate == 0.f) return check.that(absent(seed), "seed", "none without dropout", seed);
+  return shape(check.that(seed.element_type() == DType::U32, "seed", "u32[4]", seed), "seed", seed, {4});
+}
+
 Check check_call(const AttentionOperands& in, const In& seed, const AttentionAttributes& attributes,
                  AttentionShape& s) {
-  const DType dtype = in.q.element_type();
   Check check(in.op);
-  check.that(dtype == DType::BF16 || dtype == DType::F16, "q", "bf16 or f16", in.q);
+  check.that(is_16_bits(in.q), "q", "bf16 or f16", in.q);
   if (check.failed()) return check;
-  check = check_attention(in, attributes, /*step=*/8, s);
-  check.that(attributes.dropout >= 0.f && attributes.dropout < 1.f, "dropout", "a rate in [0, 1)", attributes.dropout);
-  if (attributes.dropout > 0.f) {
-    shape(check.that(seed.element_type() == DType::U32, "seed", "u32[4]", seed), "seed", seed, {4});
-  } else {
-    check.that(absent(seed), "seed", "none without dropout", seed);
-  }
-  return check;
+  check = check_attention(in, attributes, kHeadSizeStep, s);
+  return check_dropout(check, seed, attributes.dropout);
 }
 
 Check check_forward(const AttentionOperands& in, const In& seed, Out& o, Out& stats,
@@ -65,21 +71,72 @@ void build_backward(AttentionGraph tensors) {
   tensors.as_columns(dv, kDv).set_output(true);
 }
 
-cudnn::Call call_of(const AttentionOperands& in, const AttentionShape& s, const AttentionAttributes& a,
-                    AttentionKind kind) {
-  const DType dtype = in.q.element_type();
-  const AttentionCall call{kind, dtype, dtype, s, a, in.lengths()};
-  return {in.op, call.key(), [call](cudnn::fe::graph::Graph& graph) {
+cudnn::Call call_of(const char* op, const AttentionCall& call) {
+  return {op, call.key(), [call](cudnn::fe::graph::Graph& graph) {
             call.kind == kForward ? build_forward({call, graph}) : build_backward({call, graph});
           }};
 }
 
+cudnn::Call call_of(const AttentionOperands& in, const AttentionShape& s, const AttentionAttributes& a,
+                    AttentionKind kind) {
+  const DType dtype = in.q.element_type();
+  return call_of(in.op, {kind, dtype, dtype, s, a, in.lengths()});
+}
+
+void insert_seed(cudnn::Pointers& all, const In& seed) {
+  if (absent(seed)) return;
+  all.insert({{kSeed, seed.untyped_data()}, {kOffset, static_cast<uint64_t*>(seed.untyped_data()) + 1}});
+}
+
 cudnn::Pointers pointers_of(const AttentionOperands& in, const In& seed) {
   cudnn::Pointers all = pointers_of(in);
-  if (present(seed)) {
-    all.insert({{kSeed, seed.untyped_data()}, {kOffset, static_cast<uint64_t*>(seed.untyped_data()) + 1}});
-  }
+  insert_seed(all, seed);
   return all;
+}
+
+// ---- Queries, keys and values in one array ----------------------------------------------------------
+
+Check check_qkv(const char* op, const In& qkv, const In& seed, const AttentionAttributes& attributes,
+                AttentionShape& s) {
+  Check check(op);
+  const auto dims = qkv.dimensions();
+  check.that(is_16_bits(qkv), "qkv", "bf16 or f16", qkv);
+  check.that(dims.size() == 5 && dims[2] == 3, "qkv", "[B, S, 3, G, D]", qkv);
+  if (check.failed()) return check;
+  s = {dims[0], dims[1], dims[1], dims[3], 1, dims[4]};
+  check_sizes(check, "qkv", qkv, attributes, kHeadSizeStep, s);
+  return check_dropout(check, seed, attributes.dropout);
+}
+
+Check& check_qkv_results(Check& check, const ffi::AnyBuffer& o, const ffi::AnyBuffer& stats, const In& qkv,
+                         const AttentionShape& s) {
+  shape(check.dtype("o", o, qkv.element_type()), "o", o, {s.batch, s.q_size, s.groups, s.head_size});
+  return shape(check.dtype("stats", stats, DType::F32), "stats", stats, {s.batch, s.groups, s.q_size});
+}
+
+Check check_qkv_forward(const In& qkv, const In& seed, Out& o, Out& stats, const AttentionAttributes& attributes,
+                        AttentionShape& s) {
+  Check check = check_qkv("te_attention_qkv_fwd", qkv, seed, attributes, s);
+  return check.failed() ? check : check_qkv_results(check, *o, *stats, qkv, s);
+}
+
+Check check_qkv_backward(const In& stats, const In& qkv, const In& o, const In& dout, const In& seed, Out& dqkv,
+                         const AttentionAttributes& attributes, AttentionShape& s) {
+  Check check = check_qkv("te_attention_qkv_bwd", qkv, seed, attributes, s);
+  if (check.failed()) return check;
+  check_qkv_results(check, o, stats, qkv, s);
+  return like(like(check, "do", dout, o), "dqkv", *dqkv, qkv);
+}
+
+cudnn::Call call_of_qkv(const In& qkv, const AttentionShape& s, const AttentionAttributes& a, AttentionKind kind) {
+  return call_of(kind == kForward ? "te_attention_qkv_fwd" : "te_attention_qkv_bwd",
+                 {kind, qkv.element_type(), qkv.element_type(), s, a, /*lengths=*/false, /*stacked=*/true});
+}
+
+void insert_parts(cudnn::Pointers& all, void* qkv, const AttentionShape& s, std::array<AttentionUid, 3> uids) {
+  for (size_t i = 0; i < uids.size(); ++i) {
+    all[uids[i]] = static_cast<uint16_t*>(qkv) + static_cast<int64_t>(i) * s.groups * s.head_size;
+  }
 }
 
 }  // namespace
@@ -133,6 +190,50 @@ ffi::Error AttentionBwd(cudaStream_t stream, In stats, In q, In k, In v, In o, I
                         stream);
 }
 
+ffi::Error AttentionQkvFwdInitialize(In qkv, In seed, Out o, Out stats, Out workspace, AttentionAttributes attributes) {
+  AttentionShape s{};
+  const Check check = check_qkv_forward(qkv, seed, o, stats, attributes, s);
+  if (check.failed()) return check.error();
+  if (s.empty()) return ffi::Error::Success();
+  return cudnn::prepare(call_of_qkv(qkv, s, attributes, kForward), cudnn::workspace_of(workspace));
+}
+
+ffi::Error AttentionQkvFwd(cudaStream_t stream, In qkv, In seed, Out o, Out stats, Out workspace,
+                           AttentionAttributes attributes) {
+  AttentionShape s{};
+  const Check check = check_qkv_forward(qkv, seed, o, stats, attributes, s);
+  if (check.failed()) return check.error();
+  if (s.empty()) return ffi::Error::Success();
+  cudnn::Pointers pointers{{kO, o->untyped_data()}, {kStats, stats->untyped_data()}};
+  insert_parts(pointers, qkv.untyped_data(), s, {kQ, kK, kV});
+  insert_seed(pointers, seed);
+  return cudnn::execute(call_of_qkv(qkv, s, attributes, kForward), std::move(pointers), cudnn::workspace_of(workspace),
+                        stream);
+}
+
+ffi::Error AttentionQkvBwdInitialize(In stats, In qkv, In o, In dout, In seed, Out dqkv, Out workspace,
+                                     AttentionAttributes attributes) {
+  AttentionShape s{};
+  const Check check = check_qkv_backward(stats, qkv, o, dout, seed, dqkv, attributes, s);
+  if (check.failed()) return check.error();
+  if (s.empty()) return ffi::Error::Success();
+  return cudnn::prepare(call_of_qkv(qkv, s, attributes, kBackward), cudnn::workspace_of(workspace));
+}
+
+ffi::Error AttentionQkvBwd(cudaStream_t stream, In stats, In qkv, In o, In dout, In seed, Out dqkv, Out workspace,
+                           AttentionAttributes attributes) {
+  AttentionShape s{};
+  const Check check = check_qkv_backward(stats, qkv, o, dout, seed, dqkv, attributes, s);
+  if (check.failed()) return check.error();
+  if (s.empty()) return ffi::Error::Success();
+  cudnn::Pointers pointers{{kStats, stats.untyped_data()}, {kO, o.untyped_data()}, {kDo, dout.untyped_data()}};
+  insert_parts(pointers, qkv.untyped_data(), s, {kQ, kK, kV});
+  insert_parts(pointers, dqkv->untyped_data(), s, {kDq, kDk, kDv});
+  insert_seed(pointers, seed);
+  return cudnn::execute(call_of_qkv(qkv, s, attributes, kBackward), std::move(pointers), cudnn::workspace_of(workspace),
+                        stream);
+}
+
 }  // namespace te
 
 TE_ATTRIBUTES(te::AttentionAttributes, TE_ATTRIBUTE(float, scale), TE_ATTRIBUTE(float, dropout),
@@ -142,3 +243,7 @@ TE_HANDLER(attention_fwd, AttentionFwd)
 TE_INITIALIZER(attention_fwd, AttentionFwdInitialize)
 TE_HANDLER(attention_bwd, AttentionBwd)
 TE_INITIALIZER(attention_bwd, AttentionBwdInitialize)
+TE_HANDLER(attention_qkv_fwd, AttentionQkvFwd)
+TE_INITIALIZER(attention_qkv_fwd, AttentionQkvFwdInitialize)
+TE_HANDLER(attention_qkv_bwd, AttentionQkvBwd)
+TE_INITIALIZER(attention_qkv_bwd, AttentionQkvBwdInitialize)

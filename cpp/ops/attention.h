@@ -2,6 +2,7 @@
 //
 //   q, o     [B, Q, G, R, D]: R query heads share each of G heads of keys and values
 //   k, v     [B, K, G, D]
+//   qkv      [B, S, 3, G, D] in place of these three, where Q = K and R = 1
 //   stats    f32[B, G, R, Q] the logarithm of each softmax's sum
 //   seed     u32[4], two 64-bit numbers, low word first: seed and offset of Philox, which draws the mask of dropout
 //   q_len, k_len  s32[B] tokens of each sequence; both absent where there is no padding
@@ -60,6 +61,16 @@ inline Check& check_stats(Check& check, const ffi::AnyBuffer& stats, const Atten
   return shape(check.dtype("stats", stats, DType::F32), "stats", stats, {s.batch, s.groups, s.repeats, s.q_size});
 }
 
+// Of queries in buffer `q`: head sizes are multiples of `step`.
+inline Check& check_sizes(Check& check, const char* argument, const In& q, const AttentionOptions& options,
+                          int64_t step, const AttentionShape& s) {
+  check.that(s.q_size > 0 && s.k_size > 0, argument, "at least one token, and one key", q);
+  check.that(
+      s.head_size > 0 && s.head_size % step == 0, argument,
+      [&] { return "a head size in multiples of " + std::to_string(step); }, q);
+  return check.that(options.left < 0 || options.causal, "left", "a window only where causal", "one without");
+}
+
 // Whether q, k and v, of q's dtype, are those of one attention with head sizes in multiples of `step`; sets s.
 inline Check check_attention(const AttentionOperands& in, const AttentionOptions& options, int64_t step,
                              AttentionShape& s) {
@@ -68,10 +79,7 @@ inline Check check_attention(const AttentionOperands& in, const AttentionOptions
   check.that(q.size() == 5, "q", "[B, Q, G, R, D]", in.q).that(k.size() == 4, "k", "[B, K, G, D]", in.k);
   if (check.failed()) return check;
   s = {q[0], q[1], k[1], q[2], q[3], q[4]};
-  check.that(s.q_size > 0 && s.k_size > 0, "q and k", "at least one token each", in.k);
-  check.that(
-      s.head_size > 0 && s.head_size % step == 0, "q",
-      [&] { return "a head size in multiples of " + std::to_string(step); }, in.q);
+  check_sizes(check, "q", in.q, options, step, s);
   for (const auto& [name, x] : {std::pair<const char*, const In&>{"k", in.k}, {"v", in.v}}) {
     shape(check.dtype(name, x, in.q.element_type()), name, x, {s.batch, s.k_size, s.groups, s.head_size});
   }
@@ -80,7 +88,6 @@ inline Check check_attention(const AttentionOperands& in, const AttentionOptions
     shape(check.dtype("q_len", in.q_len, DType::S32), "q_len", in.q_len, {s.batch});
     shape(check.dtype("k_len", in.k_len, DType::S32), "k_len", in.k_len, {s.batch});
   }
-  check.that(options.left < 0 || options.causal, "left", "a window only where causal", "one without");
   return check;
 }
 
@@ -118,6 +125,7 @@ struct AttentionCall {
   AttentionShape shape;
   AttentionOptions options;
   bool lengths;
+  bool stacked = false;  // q, k and v are parts of one array, and so are their gradients
 
   std::vector<int64_t> key() const {
     int32_t scale, dropout;
@@ -133,6 +141,7 @@ struct AttentionCall {
             shape.repeats,
             shape.head_size,
             lengths,
+            stacked,
             options.causal,
             options.left,
             scale,
@@ -214,11 +223,13 @@ class AttentionGraph {
   cudnn::fe::graph::Graph& graph;
 
  private:
-  // [B, S, H, D] in memory, which cuDNN calls {B, H, S, D}.
+  // [B, S, H, D] in memory, or a part of [B, S, 3, H, D], which cuDNN calls {B, H, S, D}.
   Attributes& place(const cudnn::Tensor& x, AttentionUid uid, int64_t heads, int64_t size) const {
+    const bool whole = uid == kO || uid == kDo;
+    const int64_t row = heads * s_.head_size * (call_.stacked && !whole ? 3 : 1);
     return x->set_uid(uid)
         .set_dim({s_.batch, heads, size, s_.head_size})
-        .set_stride({size * heads * s_.head_size, s_.head_size, heads * s_.head_size, 1});
+        .set_stride({size * row, s_.head_size, row, 1});
   }
   cudnn::Tensor integers(AttentionUid uid, int64_t count, cudnn::fe::DataType_t dtype) {
     return graph.tensor(

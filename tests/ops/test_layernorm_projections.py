@@ -1,5 +1,7 @@
 """layernorm_projections: equal to a norm and products of their own, with one quantized copy of the normed input."""
 
+import itertools
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -39,12 +41,19 @@ def inputs(case):
     return jax.tree.map(jnp.asarray, (arrays, emulated.normal(4, *outs, X)))
 
 
-def fused(x, gamma, beta, kernels, biases, quantizers):
+def fused(x, gamma, beta, kernels, biases, quantizers, split=True):
     options = None if gamma is None else Norm()
     ys, x = layernorm_projections(
-        x, gamma, beta, kernels, biases, norm_options=options, quantizers=quantizers, return_input=True
+        x, gamma, beta, kernels, biases, norm_options=options, quantizers=quantizers, return_input=True, split=split
     )
     return [*ys, x]
+
+
+def in_one(*arrays):
+    """Results of a kernel [K, P, N] left in the array of its one product, [.., P, N], and taken out of it here."""
+    *ys, x = fused(*arrays, split=False)
+    parts = [[y] if kernel.ndim == 2 else [*jnp.moveaxis(y, -2, 0)] for y, kernel in zip(ys, arrays[3])]
+    return [*itertools.chain(*parts), x]
 
 
 def composed(x, gamma, beta, kernels, biases, quantizers):
@@ -70,11 +79,11 @@ step = jax.jit(step, static_argnums=(0, 3))
 
 
 @pytest.mark.parametrize("name", [None, "delayed", "current"])
-@pytest.mark.parametrize("case", CASES)
-def test_is_a_norm_and_products(case, name):
+@pytest.mark.parametrize("op, case", [*((fused, case) for case in CASES), (in_one, "qkv, biases"), (in_one, "q, kv")])
+def test_is_a_norm_and_products(op, case, name):
     arrays, dys = inputs(case)
     rec = name and RECIPES[name]
-    ys, grads, states = step(fused, arrays, dys, rec)
+    ys, grads, states = step(op, arrays, dys, rec)
     ys_, grads_, states_ = step(composed, arrays, dys, rec)
     testing.assert_close((ys, grads), (ys_, grads_), FLIP if rec else F32)
     if name == "delayed":
@@ -97,6 +106,7 @@ def test_the_input_is_quantized_once_and_gradients_where_they_are():
     expected = dict(quantize=3, quantize_stack=1, gemm=7, **norms)  # q's kernel and gradient, kv's kernel
     assert calls(fused, "q, kv", RECIPES["delayed"]) == expected
     assert calls(composed, "q, kv", RECIPES["delayed"]) == dict(quantize=6, quantize_stack=0, gemm=6, **norms)
+    assert calls(in_one, "q, kv", RECIPES["delayed"]) == dict(quantize=4, quantize_stack=0, gemm=6, **norms)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer_engine_jax.autocast import current
 from transformer_engine_jax.flax.base import (
     canonical_tuple,
     check_common,
@@ -22,6 +23,7 @@ from transformer_engine_jax.flax.dot_product_attention import DotProductAttentio
 from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor
 from transformer_engine_jax.ops.attention.context_parallel import ContextParallel, balanced_order
+from transformer_engine_jax.ops.attention.cudnn import reads_qkv
 from transformer_engine_jax.ops.attention.decode import KVCache
 from transformer_engine_jax.ops.attention.sequences import places
 from transformer_engine_jax.ops.layernorm import Norm
@@ -49,6 +51,12 @@ CHECKPOINT_NAMES = {
 def unstacked(y, features) -> list:
     """The results [.., N] in y[.., P, N], of features (P, N); y itself where features is N."""
     return [y] if isinstance(features, int) else [y if y is None else y[..., i, :] for i in range(features[0])]
+
+
+def named_results(results, layout: Sequence[tuple[str, int | tuple[int, int]]], split: bool) -> list[jax.Array]:
+    """Results of projections, (name, features) each, under the names that checkpoint policies know."""
+    names = [CHECKPOINT_NAMES[name] for name, features in layout for _ in (unstacked(None, features) if split else [0])]
+    return [checkpoint_name(y, name) for y, name in zip(results, names)]
 
 
 def adapts(scope: str, projection: str) -> bool:
@@ -129,6 +137,20 @@ def positions(query, key, start, sequences: SequenceDescriptor | None, order: Co
     if order is not None:
         return tuple(jnp.asarray(balanced_order(n, order.size())) for n in lengths)
     return tuple(None if start is None else start + jnp.arange(n, dtype=jnp.int32) for n in lengths)
+
+
+def in_one_array(module, options: Attention, x, others: Sequence) -> bool:
+    """Whether queries, keys and values of self-attention to x [B, S, features] stay in the array that a product gives.
+
+    options: of the attention. others: what is done to a part of them, or said of them; None for nothing.
+    """
+    heads, recipe = module.num_attention_heads, current().recipe
+    fused = module.fuse_qkv_params and module.num_gqa_groups in (None, heads)
+    apart = module.transpose_batch_sequence or module.qk_norm_type or module.context_parallel_axis
+    apart = apart or jax.typeof(x).sharding.mesh.explicit_axes or (recipe is not None and recipe.fp8_dpa)
+    if not fused or apart or any(other is not None for other in others):
+        return False
+    return reads_qkv(options, jax.ShapeDtypeStruct((*x.shape[:2], heads, module.head_dim), x.dtype))
 
 
 def l2norm(x, epsilon: float) -> jax.Array:
@@ -230,23 +252,17 @@ class MultiHeadAttention(nn.Module):
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         check_ranks(inputs_q, inputs_kv)
         check_kind(self, is_self, self.variables.get("params", {}))
-        query, key, value, normed, past = self._project(inputs_q, inputs_kv, residual)
-        query, key, value = (self._by_head(x) for x in (query, key, value))
-        turn_q, turn_k = rotations(self, rotary_pos_emb)
-        start, cached = None, self.has_variable("cache", "cache_index")
-        if decode and (is_self or turn_q is not None):
-            index = self._cache("cache_index", (), jnp.int32)
-            start = index.value
-            index.value = start + (query.shape[1] if cached else 0)
-        sequences = sequence_descriptor if "padding" in self.attn_mask_type else None
-        at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
-        query = self._normed_and_turned("query_norm", query, turn_q, at_q)
-        key = self._normed_and_turned("key_norm", key, turn_k, at_k if is_self or start is None else None)
-        if decode and is_self:
-            key, value = self._cached(key, value, start, cached)
-        context = self._core_attention()(
-            query, key, value, sequence_descriptor, bias,
-            mask=mask, deterministic=deterministic, cache_index=start if is_self else None,
+        turns = rotations(self, rotary_pos_emb)
+        others = *turns, mask, bias, sequence_descriptor, decode or None
+        in_one = is_self and in_one_array(self, self._core_attention(parent=None).options(), inputs_q, others)
+        results, normed, past = self._project(inputs_q, inputs_kv, residual, split=not in_one)
+        results, start = [self._by_head(x) for x in results], None
+        if not in_one:
+            results, start = self._turned(*results, is_self, turns, decode, sequence_descriptor)
+        core = self._core_attention(qkv_layout="bs3hd") if in_one else self._core_attention()
+        context = core(
+            *results, sequence_descriptor=sequence_descriptor, bias=bias, mask=mask, deterministic=deterministic,
+            cache_index=start if is_self else None,
         )  # fmt: skip
         context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
         out = DenseGeneral(
@@ -271,8 +287,23 @@ class MultiHeadAttention(nn.Module):
             return ()
         return activation_axes(features, transposed=self.transpose_batch_sequence, sequence_parallel=between)
 
+    def _turned(self, query, key, value, is_self: bool, turns, decode: bool, sequences):
+        """([query, key, value] turned and normed, in decoding those of the cache; the first token's place in it)."""
+        start, cached = None, self.has_variable("cache", "cache_index")
+        if decode and (is_self or turns[0] is not None):
+            index = self._cache("cache_index", (), jnp.int32)
+            start = index.value
+            index.value = start + (query.shape[1] if cached else 0)
+        sequences = sequences if "padding" in self.attn_mask_type else None
+        at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
+        query = self._normed_and_turned("query_norm", query, turns[0], at_q)
+        key = self._normed_and_turned("key_norm", key, turns[1], at_k if is_self or start is None else None)
+        if decode and is_self:
+            key, value = self._cached(key, value, start, cached)
+        return [query, key, value], start
+
     def _by_head(self, x) -> jax.Array:
-        """x [B, S, heads * head_dim], or transposed, as [B, S, heads, head_dim]."""
+        """x [B, S, .., heads * head_dim], or transposed, as [B, S, .., heads, head_dim]."""
         x = x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
         return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
 
@@ -312,7 +343,7 @@ class MultiHeadAttention(nn.Module):
         return cache.key, cache.value
 
     @nn.nowrap
-    def _core_attention(self) -> DotProductAttention:
+    def _core_attention(self, **fields) -> DotProductAttention:
         return DotProductAttention(
             head_dim=self.head_dim,
             num_attention_heads=self.num_attention_heads,
@@ -330,19 +361,20 @@ class MultiHeadAttention(nn.Module):
             context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
             context_parallel_axis=self.context_parallel_axis,
             context_parallel_strategy=self.context_parallel_strategy,
-            name="core_attention",
+            **{"name": "core_attention", **fields},
         )
 
-    def _project(self, inputs_q, inputs_kv, residual: bool):
-        """(query, key, value, normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
+    def _project(self, inputs_q, inputs_kv, residual: bool, split: bool):
+        """([query, key, value], normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
 
-        Those of self-attention share one quantized copy of the norm's output, where no more of it is asked for.
+        Not split, they are one [.., 3, heads * head_dim]. Those of self-attention share one quantized copy of the
+        norm's output, where no more of it is asked for.
         """
         is_self = inputs_q is inputs_kv
         layout = self._layout(is_self)
         special = self.return_layernorm_output or self.enable_sequence_parallel
         if is_self and not (special or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
-            return self._project_together(inputs_q, layout, residual)
+            return self._project_together(inputs_q, layout, residual, split)
         (name, features, init), *others = layout
         wants_norm = self.return_layernorm_output or (is_self and bool(others))
         first = self._projection(
@@ -356,11 +388,12 @@ class MultiHeadAttention(nn.Module):
         for name, features, init in others:
             y = self._projection(DenseGeneral, name, features, init, input_axes=self._axes())(source)
             outputs.append(checkpoint_name(y, CHECKPOINT_NAMES[name]))
-        split = [part for y, (_, features, _) in zip(outputs, layout) for part in unstacked(y, features)]
-        return *split, normed if self.return_layernorm_output else None, inputs_q if residual else None
+        if split:
+            outputs = [part for y, (_, features, _) in zip(outputs, layout) for part in unstacked(y, features)]
+        return outputs, normed if self.return_layernorm_output else None, inputs_q if residual else None
 
     @nn.nowrap
-    def _project_together(self, x, layout, residual: bool):
+    def _project_together(self, x, layout, residual: bool, split: bool):
         fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(features)) for _, features, _ in layout])
         fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
         parts = [
@@ -377,10 +410,10 @@ class MultiHeadAttention(nn.Module):
                 norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
                 quantizers=[part.quantizers for part in parts] if fp8 else None,
                 return_input=residual,
+                split=split,
             )
-        names = [CHECKPOINT_NAMES[name] for name, features, _ in layout for _ in unstacked(None, features)]
-        results = [checkpoint_name(y, name) for y, name in zip(results, names)]
-        return keep(results[0], [part.unused for part in parts]), *results[1:], None, past
+        results = named_results(results, [(name, features) for name, features, _ in layout], split)
+        return [keep(results[0], [part.unused for part in parts]), *results[1:]], None, past
 
     @nn.nowrap
     def _layout(self, is_self: bool) -> list[tuple[str, int | tuple[int, int], Callable]]:

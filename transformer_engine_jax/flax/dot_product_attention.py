@@ -98,8 +98,11 @@ class DotProductAttention(Fp8Module):
         """
         self._check()
         self._check_call(sequence_descriptor, bias, mask, cache_index)
+        given = query
         query, key, value = unpack(type(self).__name__, (query, key, value), self.qkv_layout)
         self._check_heads(query, key, value)
+        # In one array as it was given, which cuDNN may read.
+        in_one = self.qkv_layout == "bs3hd" and not self.transpose_batch_sequence and cache_index is None
         if self.transpose_batch_sequence:
             query, key, value = (jnp.swapaxes(x, 0, 1) for x in (query, key, value))
         padded = "padding" in self.attn_mask_type
@@ -109,20 +112,22 @@ class DotProductAttention(Fp8Module):
             check_broadcast("mask", mask, query, key)  # also one that the mask type ignores
             where = dict(sequence_descriptor=sequence_descriptor if padded else None)
             where["context_parallel"] = context_parallel(self)
-            attend = partial(dot_product_attention, options=self._options(), quantizers=quantizers, **where)
+            attend = partial(dot_product_attention, options=self.options(), quantizers=quantizers, **where)
         else:
-            attend = partial(decode_attention, options=self._options(), quantizers=quantizers, index=cache_index)
+            attend = partial(decode_attention, options=self.options(), quantizers=quantizers, index=cache_index)
         context = (jax.checkpoint(attend) if self.checkpoint_core_attention else attend)(
-            query, key, value,
+            *([given] if in_one else [query, key, value]),
             mask=mask if padded else None,
             bias=bias,
             softmax_offset=self._softmax_offset(),
             dropout_key=self.make_rng(self.dropout_rng_name) if dropping else None,
-        )  # fmt: skip
+        )
         context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
         return keep(checkpoint_name(context, self.context_checkpoint_name), unused)
 
-    def _options(self) -> Attention:
+    @nn.nowrap
+    def options(self) -> Attention:
+        """What the fields say of the attention."""
         return Attention(
             scale=1.0 / float(np.sqrt(self.head_dim)) if self.scale_factor is None else float(self.scale_factor),
             causal="causal" in self.attn_mask_type,

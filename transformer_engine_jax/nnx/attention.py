@@ -18,7 +18,9 @@ from transformer_engine_jax.flax.attention import (
     SCOPES,
     adapts,
     check_ranks,
+    in_one_array,
     l2norm,
+    named_results,
     own_order,
     positions,
     rotated,
@@ -253,28 +255,36 @@ class MultiHeadAttention(Fp8Module):
         inputs_q = jnp.asarray(inputs_q)
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         check_ranks(inputs_q, inputs_kv)
-        query, key, value, normed, past = self._project(inputs_q, inputs_kv, residual)
-        query, key, value = (self._by_head(x) for x in (query, key, value))
-        turn_q, turn_k = rotations(self, rotary_pos_emb)
-        start = self._advance(query.shape[1]) if decode and (is_self or turn_q is not None) else None
-        mask_type = attn_mask_type or self.attn_mask_type
-        sequences = sequence_descriptor if "padding" in mask_type else None
-        at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
-        query = self._normed_and_turned(self.query_norm, query, turn_q, at_q)
-        key = self._normed_and_turned(self.key_norm, key, turn_k, at_k if is_self or start is None else None)
-        if decode and is_self:
-            cache = KVCache(self.cached_key.get_value(), self.cached_value.get_value(), start).append(key, value)
-            key, value = cache.key, cache.value
-            self.cached_key.set_value(key)
-            self.cached_value.set_value(value)
+        turns, mask_type = rotations(self, rotary_pos_emb), attn_mask_type or self.attn_mask_type
+        others = *turns, mask, bias, sequence_descriptor, decode or None
+        options = self.core_attention.as_linen(attn_mask_type=mask_type).options()
+        in_one = is_self and in_one_array(self, options, inputs_q, others)
+        results, normed, past = self._project(inputs_q, inputs_kv, residual, split=not in_one)
+        results, start = [self._by_head(x) for x in results], None
+        if not in_one:
+            sequences = sequence_descriptor if "padding" in mask_type else None
+            results, start = self._turned(*results, is_self, turns, decode, sequences)
         context = self.core_attention(
-            query, key, value, sequence_descriptor, bias, mask=mask, deterministic=deterministic,
-            cache_index=start if is_self else None, attn_mask_type=mask_type,
+            *results, sequence_descriptor=sequence_descriptor, bias=bias, mask=mask, deterministic=deterministic,
+            cache_index=start if is_self else None, attn_mask_type=mask_type, qkv_layout="bs3hd" if in_one else None,
         )  # fmt: skip
         context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
         context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
         out = self.out(context, past)
         return constrain(checkpoint_name(out, "out_proj"), self._axes(between=True)), normed
+
+    def _turned(self, query, key, value, is_self: bool, turns, decode: bool, sequences):
+        """([query, key, value] turned and normed, in decoding those of the cache; the first token's place in it)."""
+        start = self._advance(query.shape[1]) if decode and (is_self or turns[0] is not None) else None
+        at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
+        query = self._normed_and_turned(self.query_norm, query, turns[0], at_q)
+        key = self._normed_and_turned(self.key_norm, key, turns[1], at_k if is_self or start is None else None)
+        if decode and is_self:
+            cache = KVCache(self.cached_key.get_value(), self.cached_value.get_value(), start).append(key, value)
+            key, value = cache.key, cache.value
+            self.cached_key.set_value(key)
+            self.cached_value.set_value(value)
+        return [query, key, value], start
 
     def _advance(self, tokens: int) -> jax.Array:
         """The place in the cache of the first of these tokens, which are counted."""
@@ -288,7 +298,7 @@ class MultiHeadAttention(Fp8Module):
         return start
 
     def _by_head(self, x) -> jax.Array:
-        """x [B, S, heads * head_dim], or transposed, as [B, S, heads, head_dim]."""
+        """x [B, S, .., heads * head_dim], or transposed, as [B, S, .., heads, head_dim]."""
         x = x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
         return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
 
@@ -299,25 +309,27 @@ class MultiHeadAttention(Fp8Module):
             x = l2norm(x, self.qk_norm_epsilon) if norm is None else norm(x)
         return rotated(self, turn, x, at) if self.qk_norm_before_rope else x
 
-    def _project(self, inputs_q, inputs_kv, residual: bool):
-        """(query, key, value, normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
+    def _project(self, inputs_q, inputs_kv, residual: bool, split: bool):
+        """([query, key, value], normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
 
-        Those of self-attention share one quantized copy of the norm's output, where no more of it is asked for.
+        Not split, they are one [.., 3, heads * head_dim]. Those of self-attention share one quantized copy of the
+        norm's output, where no more of it is asked for.
         """
         is_self = self.in_kv_features is None
         names = [name for name in ("qkv", "query", "kv", "key", "value") if hasattr(self, name)]
         projections = [getattr(self, name) for name in names]
         special = self.return_layernorm_output or self.enable_sequence_parallel
         if is_self and not (special or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
-            return self._project_together(inputs_q, names, projections, residual)
+            return self._project_together(inputs_q, names, projections, residual, split)
         y, normed = projections[0](inputs_q)
         source = normed if is_self else inputs_kv
         outputs = [y, *[projection(source) for projection in projections[1:]]]
         outputs = [checkpoint_name(y, CHECKPOINT_NAMES[name]) for y, name in zip(outputs, names)]
-        results = [part for y, p in zip(outputs, projections) for part in unstacked(y, p.features)]
-        return *results, normed if self.return_layernorm_output else None, inputs_q if residual else None
+        if split:
+            outputs = [part for y, p in zip(outputs, projections) for part in unstacked(y, p.features)]
+        return outputs, normed if self.return_layernorm_output else None, inputs_q if residual else None
 
-    def _project_together(self, x, names, projections, residual: bool):
+    def _project_together(self, x, names, projections, residual: bool, split: bool):
         kernels_and_biases = [projection._kernel_and_bias() for projection in projections]
         fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(projection.features)) for projection in projections])
         quantizers, unused = zip(*[projection.gemm_quantizers("gemm", fp8) for projection in projections])
@@ -332,7 +344,7 @@ class MultiHeadAttention(Fp8Module):
                 norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
                 quantizers=quantizers if fp8 else None,
                 return_input=residual,
+                split=split,
             )
-        named = [CHECKPOINT_NAMES[name] for name, p in zip(names, projections) for _ in unstacked(None, p.features)]
-        results = [checkpoint_name(y, name) for y, name in zip(results, named)]
-        return keep(results[0], list(unused)), *results[1:], None, past
+        results = named_results(results, [(name, p.features) for name, p in zip(names, projections)], split)
+        return [keep(results[0], list(unused)), *results[1:]], None, past

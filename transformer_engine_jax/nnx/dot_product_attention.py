@@ -68,18 +68,18 @@ class DotProductAttention(Fp8Module):
         mask=None,
         cache_index=None,
         attn_mask_type: str | None = None,
+        qkv_layout: str | None = None,
     ):
         """query [B, S, H, D] (or packed as qkv_layout says), key [B, S, G, D], value [B, S, G, Dv] -> [B, S, H, Dv].
 
         sequence_descriptor: the sequences of rows that are padded or packed. mask: bool, broadcastable to
         [B, H, Sq, Sk], True is masked out. bias: likewise. deterministic: switches dropout off; None is what
         model.train() and model.eval() said. cache_index: i32[] where keys and values are those of a KV cache, the place
-        in it of the first query. attn_mask_type: in place of the field of that name.
+        in it of the first query. attn_mask_type, qkv_layout: in place of the fields of these names.
         """
-        # Given its state, the Linen module is a pure function, and says what the options mean.
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["attn_mask_type"] = attn_mask_type or self.attn_mask_type
-        attend = linen.DotProductAttention(**fields, parent=None)
+        attend = self.as_linen(
+            attn_mask_type=attn_mask_type or self.attn_mask_type, qkv_layout=qkv_layout or self.qkv_layout
+        )
         keys = {self.dropout_rng_name: self.dropout.rngs()} if dropping(self.dropout, deterministic) else {}
         params = {} if self.softmax_offset is None else {"softmax_offset": array(self.softmax_offset)}
         state = self.state_in_use("attention_state", needs_attention_state())
@@ -96,3 +96,8 @@ class DotProductAttention(Fp8Module):
             cache_index=cache_index,
             rngs=keys,
         )
+
+    def as_linen(self, **others) -> linen.DotProductAttention:
+        """The Linen module of these fields and others: given its state it is a pure function, and knows the options."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return linen.DotProductAttention(**{**fields, **others}, parent=None)

@@ -2,7 +2,8 @@
 
 In FP8 the norm writes its result quantized, once for all products. A kernel of stacked outputs, [K, P, N], gives P
 results of their own, so that what reads them needs no copy; nor are their gradients copied together again: the cast
-reads them where they are. The gradients of the input are added up by the products.
+reads them where they are. What reads them out of one array is given one, by one product. The gradients of the input are
+added up by the products.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from typing import NamedTuple
 import jax
 
 from transformer_engine_jax.differentiable import differentiable
-from transformer_engine_jax.ops.dense import Dense, Saved, arrays, check_dense, dense, dense_backward, matmul, save
+from transformer_engine_jax.ops.dense import (
+    Dense,
+    Saved,
+    arrays,
+    check_dense,
+    dense,
+    dense_backward,
+    matmul,
+    quantize_gradient,
+    save,
+)
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
@@ -25,12 +36,13 @@ class _Static(NamedTuple):
     norm: Norm | None
     products: tuple[Dense, ...]
     return_input: bool
+    split: bool
 
 
 def _product(
-    static: Dense, cast_x: Cast, kernel, bias, main_grad, quantizers: GemmQuantizers
+    static: Dense, cast_x: Cast, kernel, bias, main_grad, quantizers: GemmQuantizers, split: bool
 ) -> tuple[list[jax.Array], Saved]:
-    """The results of one kernel [K, N], or [K, P, N]."""
+    """The results of one kernel [K, N], or [K, P, N], which gives P where they are split."""
     cast = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - 1, q_t=True)
     transposed, accumulation = cast.q_t, quantizers.x.spec.recipe.fp8_gemm_fprop
 
@@ -38,7 +50,7 @@ def _product(
         one = QuantizedTensor(kernel_t, transposed.scale_inv)
         return matmul(cast_x.q, one, bias, 1, static.x_dtype, accumulation)
 
-    if kernel.ndim == 2:
+    if kernel.ndim == 2 or not split:
         results = [result(transposed.data, bias)]
     else:
         results = [result(transposed.data[i], None if bias is None else bias[i]) for i in range(kernel.shape[1])]
@@ -53,7 +65,7 @@ def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, 
         cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizer)
     results, saved = [], []
     for i, (product, of_product) in enumerate(zip(static.products, quantizers)):
-        ys, kept = _product(product, cast_x, *parameters[3 * i : 3 * i + 3], of_product)
+        ys, kept = _product(product, cast_x, *parameters[3 * i : 3 * i + 3], of_product, static.split)
         results += ys
         saved.append(kept)
     return (results, x if static.return_input else None), (norm_saved, saved)
@@ -64,12 +76,11 @@ def _backward(static: _Static, residuals: tuple, cotangents):
     (dys, past), dx = cotangents, None
     dys, parameters, reports = iter(dys), [], []
     for product, kept in zip(static.products, saved):
-        with_bias, stacked = product.bias_dtype is not None, kept.kernel.data.ndim == 3
-        parts = [next(dys) for _ in range(kept.kernel.data.shape[1] if stacked else 1)]
-        if stacked:
-            cast_dy = quantize_stack_for(kept.quantizers.grad, parts, colsum=with_bias)
+        if static.split and kept.kernel.data.ndim == 3:
+            parts = [next(dys) for _ in range(kept.kernel.data.shape[1])]
+            cast_dy = quantize_stack_for(kept.quantizers.grad, parts, colsum=product.bias_dtype is not None)
         else:
-            cast_dy = quantize_for(kept.quantizers.grad, parts[0], q_t=True, colsum=with_bias)
+            cast_dy = quantize_gradient(product, kept, next(dys))
         dx, of_product, report = dense_backward(product, kept, cast_dy, dx)
         parameters += of_product
         reports.append(report)
@@ -94,13 +105,15 @@ def layernorm_projections(
     norm_options: Norm | None = Norm(),
     quantizers: Sequence[GemmQuantizers] | None = None,
     return_input: bool = False,
+    split: bool = True,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """(norm(x[.., K]) times each kernel, plus its bias; and x itself where return_input asks for it, else None).
 
     Args:
       x: f32, f16 or bf16; results have its dtype.
       gamma, beta: [K]; beta None makes it an RMSNorm; both None where norm_options is None (no norm).
-      kernels: [K, N], which gives one result [.., N]; or [K, P, N] with P 2 or 3, which gives P of them; as in `dense`.
+      kernels: [K, N], which gives one result [.., N]; or [K, P, N] with P 2 or 3, which gives P of them, or one
+        [.., P, N] where `split` is False; as in `dense`.
       biases: [N], [P, N] or None, one for each kernel.
       norm_options: epsilon and zero_centered_gamma, or None for no norm.
       quantizers: one for each kernel; the normed x is quantized by the first one's. None computes in x's precision.
@@ -124,7 +137,7 @@ def layernorm_projections(
         (normed, past), results = norm_and_input(norm_options, x, gamma, beta, return_input), []
         for kernel, bias, of_product in zip(given, biases, quantizers or [None] * len(kernels), strict=True):
             y = dense(normed, kernel, bias, quantizers=of_product)
-            stacked = y.ndim > normed.ndim
+            stacked = split and y.ndim > normed.ndim
             results += [y[..., i, :] for i in range(y.shape[-2])] if stacked else [y]
         return results, past
     products, parameters = [], []
@@ -132,5 +145,5 @@ def layernorm_projections(
         main_grad, adds = claimed(main_grad, x, kernel)
         products.append(Dense.of(x, kernel, bias, 1, adds=adds))
         parameters += [kernel, bias, main_grad]
-    static = _Static(norm_options, tuple(products), return_input)
+    static = _Static(norm_options, tuple(products), return_input, split)
     return _fp8_layernorm_projections(static, x, gamma, beta, tuple(quantizers), *parameters)

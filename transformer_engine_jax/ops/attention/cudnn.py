@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.attention.backends import visibility_form
+from transformer_engine_jax.ops.attention.backends import attention_backend, visibility_form
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
@@ -64,6 +64,18 @@ def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, 
         implementation="cudnn",
         **lengths,
     )  # fmt: skip
+
+
+def reads_qkv(options: Attention, query) -> bool:
+    """Whether queries, keys and values of such self-attention are best left in one array [B, S, 3, H, D].
+
+    Of as many heads of each, without masks, biases and lengths, in 16 bits; of query, [B, S, H, D], shape and dtype
+    alone are looked at.
+    """
+    options.check()
+    plain = options.softmax_type == "vanilla" and visibility_form(options, *2 * query.shape[1:2], None, None) == "plain"
+    fits = plain and query.shape[-1] % 8 == 0 and _has_handlers(options, query, query)
+    return fits and attention_backend(options, query, query, query)[0] == "cudnn"
 
 
 def _has_handlers(options: Attention, query, key) -> bool:

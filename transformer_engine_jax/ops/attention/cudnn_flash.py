@@ -25,11 +25,16 @@ def flash_attention(
 
     dropout_key: of jax.random; None is no dropout. Lengths: i32[B] tokens of each sequence, or None.
     """
-    static, seed = Flash.of(options, query, key), None
-    if dropout_key is not None:
-        bits = jax.random.bits(dropout_key, (2,), jnp.uint32)
-        static, seed = static._replace(dropout=float(options.dropout)), jnp.concatenate([bits, jnp.zeros_like(bits)])
+    static, seed = with_seed(Flash.of(options, query, key), options, dropout_key)
     return _attention(static, query, key, value, seed, query_seq_lengths, key_value_seq_lengths)
+
+
+def with_seed(static: Flash, options: Attention, dropout_key) -> tuple[Flash, jax.Array | None]:
+    """static with the rate of dropout, and the seed u32[4] of the kernels; as it is, and None, without a key."""
+    if dropout_key is None:
+        return static, None
+    bits = jax.random.bits(dropout_key, (2,), jnp.uint32)
+    return static._replace(dropout=float(options.dropout)), jnp.concatenate([bits, jnp.zeros_like(bits)])
 
 
 def _forward(static: Flash, query, key, value, seed, q_len, k_len):

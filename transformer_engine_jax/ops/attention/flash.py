@@ -65,7 +65,7 @@ def _cudnn_scratch() -> int:
     return 1 << 20 if on_hopper() else 32 << 20
 
 
-def _forward_scratch(q, *_, **attributes) -> int:
+def forward_scratch(q, *_, **attributes) -> int:
     return _cudnn_scratch()
 
 
@@ -75,7 +75,7 @@ def _fp8_forward_scratch(q, k, v, *_, **attributes) -> int:
     return _cudnn_scratch() + batch * groups * size * (-(-k_len // 128) * 128)
 
 
-def _backward_scratch(stats, q, k, *_, **attributes) -> int:
+def backward_scratch(stats, q, k, *_, **attributes) -> int:
     """dq in f32, two numbers a row of it, and dk and dv of every head where several share one, in 16 bits on Hopper; in
     deterministic mode the gradient of the scores in 16 bits, too. Sequences in tiles."""
     batch, q_len, groups, repeats, size = q.shape
@@ -127,7 +127,7 @@ def _mask_key(seed, dropout: float) -> jax.Array | None:
     whole="qkds",
     by_shard={"seed": "stats"},
     platforms=("cuda",),
-    workspace=_forward_scratch,
+    workspace=forward_scratch,
     prepared=True,
 )
 def attention_fwd(
@@ -190,7 +190,7 @@ def attention_fp8_fwd(
     reduce={"dk": "sum", "dv": "sum"},
     by_shard={"seed": "stats"},
     platforms=("cuda",),
-    workspace=_backward_scratch,
+    workspace=backward_scratch,
     prepared=True,
 )
 def attention_bwd(

@@ -15,7 +15,8 @@ from transformer_engine_jax.ops.attention.context_parallel import (
     context_parallel_attention,
     context_parallel_cudnn,
 )
-from transformer_engine_jax.ops.attention.cudnn import cudnn_attention
+from transformer_engine_jax.ops.attention.cudnn import cudnn_attention, reads_qkv
+from transformer_engine_jax.ops.attention.flash_qkv import parts, qkv_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places
@@ -25,8 +26,8 @@ from transformer_engine_jax.quantized import AttentionQuantizers, keep
 
 def dot_product_attention(
     query,
-    key,
-    value,
+    key=None,
+    value=None,
     *,
     options: Attention,
     sequence_descriptor: SequenceDescriptor | None = None,
@@ -40,7 +41,7 @@ def dot_product_attention(
     """softmax(query key^T * scale + bias) value, by head.
 
     Args:
-      query: [B, Q, H, D] f32, f16 or bf16.
+      query: [B, Q, H, D] f32, f16 or bf16; or [B, S, 3, H, D], query, key and value in one array.
       key: [B, K, G, D] with G groups dividing H (GQA, MQA).
       value: [B, K, G, Dv].
       options: scale, causality, window, dropout rate, kind of softmax, score_mod.
@@ -61,6 +62,10 @@ def dot_product_attention(
     Raises:
       ValueError: shapes or dtypes do not fit, both mask and descriptor, or a softmax_offset where none is used.
     """
+    qkv = None
+    if key is None or value is None:
+        qkv = _checked_qkv(jnp.asarray(query), key, value)
+        query, key, value = parts(qkv)
     query, key, value = map(jnp.asarray, (query, key, value))
     options.check()
     _check_shapes(query, key, value)
@@ -76,6 +81,7 @@ def dot_product_attention(
     queries, keys = places(sequence_descriptor, query.shape[1], key.shape[1], options)
     if context_parallel is not None and context_parallel.load_balanced and sequence_descriptor is None:
         queries, keys = balanced_places(context_parallel, queries, keys)
+    alone = all(x is None for x in (sequence_descriptor, mask, bias, context_parallel, quantizers))
     query = _without_padding(query, queries.segment)
     key, value = (_without_padding(x, keys.segment) for x in (key, value))
     dropout_key = dropout_key if options.dropout > 0 else None
@@ -103,10 +109,22 @@ def dot_product_attention(
         elif backend == "reference":
             warn_of_fallback(why)
             out = attention_reference(options, query, key, value, queries=queries, keys=keys, **others)
+        elif qkv is not None and alone and reads_qkv(options, query):
+            out = qkv_attention(options, qkv, dropout_key)
         else:
             at = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys)
             out = cudnn_attention(options, query, key, value, quantizers=attached, **at, **others)
         return keep(out, unused)
+
+
+def _checked_qkv(qkv, *others) -> jax.Array:
+    if qkv.ndim != 5 or qkv.shape[2] != 3 or others != (None, None):
+        given = ", ".join("none" if x is None else str(list(jnp.shape(x))) for x in (qkv, *others))
+        raise ValueError(
+            "dot_product_attention: expected query, key and value, or the three in one array [B, S, 3, heads, D], "
+            f"got {given}"
+        )
+    return qkv
 
 
 def _check_shapes(query, key, value) -> None:

@@ -1,0 +1,108 @@
+"""Self-attention whose queries, keys and values stay in the array that one product gives, as cuDNN reads them there."""
+
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import pytest
+import steps
+from steps import CURRENT, DELAYED
+
+from transformer_engine_jax import recipe, testing
+from transformer_engine_jax.flax import DotProductAttention, MultiHeadAttention, TransformerLayer
+from transformer_engine_jax.flax import attention as module_of_mha
+from transformer_engine_jax.ops.attention import backends, cudnn, flash
+
+GPU = jax.default_backend() == "gpu"
+B, S, H, D = 2, 32, 4, 16
+HIDDEN = H * D
+X, QKV = (jnp.asarray(x, jnp.bfloat16) for x in emulated.normal(11, (B, S, HIDDEN), (B, S, 3, H, D)))
+MHA = partial(MultiHeadAttention, head_dim=D, num_attention_heads=H, use_bias=True)
+RECIPES = {"bf16": None, "delayed": DELAYED, "current": CURRENT}
+# Attention's bf16 results, and what FP8 makes of their last bits.
+BOUND = {"bf16": 2e-2, "delayed": 4e-2, "current": 4e-2}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    """The choice that a Hopper GPU makes."""
+    if GPU:
+        if flash.missing():
+            pytest.skip(flash.missing())
+        return
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    for module in (backends, cudnn):
+        monkeypatch.setattr(module, "missing", lambda: "")
+
+
+def kernels(f, *args) -> str:
+    return str(jax.make_jaxpr(f)(*args))
+
+
+def trained(module, rec, *args):
+    with steps.autocast(rec):
+        variables = steps.randomized(steps.init(module, *args, rec=rec))
+        return steps.settle(module.apply, variables, *args) if rec is DELAYED else variables
+
+
+@pytest.mark.parametrize("rec", RECIPES)
+@pytest.mark.parametrize("fields", [dict(), dict(input_layernorm=False), dict(return_layernorm_output=True)], ids=str)
+def test_is_attention_of_three_arrays(fields, rec, monkeypatch):
+    module, bound, rec = MHA(**fields), BOUND[rec], RECIPES[rec]
+    variables = trained(module, rec, X)
+    with steps.autocast(rec):
+        assert "attention_qkv_fwd" in kernels(lambda v: module.apply(v, X), variables)
+        got = steps.step(lambda v, x: module.apply(v, x), variables, X)
+        monkeypatch.setattr(module_of_mha, "in_one_array", lambda *args: False)
+        assert "attention_qkv_fwd" not in kernels(lambda v: module.apply(v, X), variables)
+        expected = steps.step(lambda v, x: module.apply(v, x, None), variables, X)
+    testing.assert_close(got[0], expected[0], bound)
+    testing.assert_close(got[1], expected[1], bound)
+
+
+def test_a_layer_has_one_product_and_no_copies():
+    """Of a layer's step under FP8: twelve products, where q, k and v of their own make it fourteen."""
+    fields = dict(hidden_size=HIDDEN, mlp_hidden_size=2 * HIDDEN, num_attention_heads=H, hidden_dropout=0.0)
+    layer = TransformerLayer(**fields, attention_dropout=0.1, enable_relative_embedding=False)
+    with steps.autocast(CURRENT):
+        variables = steps.init(layer, X, rec=CURRENT)
+        run = lambda v: layer.apply(v, X, rngs={"dropout": jax.random.key(0)})
+        text = kernels(lambda v: jax.vjp(run, v)[1](X), variables)
+    expected = dict(attention_qkv_fwd=1, attention_qkv_bwd=1, gemm=12, quantize_stack=0)
+    assert {kernel: text.count(f"<kernel {kernel}:") for kernel in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "fields, call, rec",
+    [
+        (dict(enable_rotary_pos_emb=True), {}, None),
+        (dict(num_gqa_groups=2), {}, None),
+        (dict(fuse_qkv_params=False), {}, None),
+        (dict(qk_norm_type="l2norm"), {}, None),
+        (dict(transpose_batch_sequence=True), {}, None),
+        (dict(softmax_type="off_by_one"), {}, None),
+        (dict(), dict(bias=jnp.zeros((1, 1, S, S))), None),
+        (dict(), {}, recipe.Float8CurrentScaling(fp8_dpa=True)),
+    ],
+    ids=["rope", "gqa", "kernels", "qk_norm", "transposed", "softmax", "bias", "fp8_dpa"],
+)
+def test_what_is_done_to_parts_takes_them_apart(fields, call, rec):
+    module = MHA(**fields)
+    decide = module_of_mha.in_one_array
+    with steps.autocast(rec):
+        core = module._core_attention(parent=None).options()
+        turns = module_of_mha.rotations(module, None)
+        others = (*turns, call.get("bias"))
+        assert not decide(module, core, X, others)
+        assert decide(MHA(), core, X, [None]) == (rec is None and not fields.get("softmax_type"))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_layout_of_one_array_is_read_where_it_is(checkpointed):
+    module = DotProductAttention(D, H, qkv_layout="bs3hd", checkpoint_core_attention=checkpointed)
+    apart = DotProductAttention(D, H)
+    assert "attention_qkv_fwd" in kernels(lambda x: module.apply({}, x), QKV)
+    got = steps.step(lambda x: module.apply({}, x), QKV)
+    expected = steps.step(lambda x: apart.apply({}, *(x[:, :, i] for i in range(3))), QKV)
+    testing.assert_close(got, expected, BOUND["bf16"])
