@@ -36,6 +36,7 @@ ffi::Error RmsNormFwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out
 ffi::Error LayerNormBwd(cudaStream_t, In, In, In, In, In, In, Out, Out, Out, Out, NormBwdAttributes);
 ffi::Error RmsNormBwd(cudaStream_t, In, In, In, In, In, Out, Out, Out, NormBwdAttributes);
 ffi::Error RopeRotate(cudaStream_t, In, In, In, Out, RopeAttributes);
+ffi::Error RopeRotateQkv(cudaStream_t, In, In, In, Out, RopeAttributes);
 ffi::Error SoftmaxFwd(cudaStream_t, In, In, In, Out, Out, SoftmaxAttributes);
 ffi::Error SoftmaxBwd(cudaStream_t, In, In, Out, Out, SoftmaxAttributes);
 ffi::Error UpdateState(cudaStream_t, In, In, In, In, Out, StateAttributes);
@@ -221,9 +222,12 @@ void norms(int64_t rows, int64_t cols, DType dtype) {
 void others(int64_t tokens, int64_t features, DType dtype) {
   Memory m;
   const In x = m.in(dtype, {tokens, 3, features}), mask = m.in(DType::PRED, {tokens, features});
+  const In qkv = m.in(dtype, {tokens, 3, 2, features});
   for (const char* group : {"consecutive", "alternate"}) {
-    check("rope_rotate", RopeRotate(nullptr, x, m.in(kF32, {features / 4}), m.in(DType::S32, {tokens}),
-                                    m.out(dtype, {tokens, 3, features}), {group, true}));
+    const In frequencies = m.in(kF32, {features / 4}), positions = m.in(DType::S32, {tokens});
+    check("rope_rotate",
+          RopeRotate(nullptr, x, frequencies, positions, m.out(dtype, {tokens, 3, features}), {group, true}));
+    check("rope_rotate_qkv", RopeRotateQkv(nullptr, qkv, frequencies, positions, Out(qkv), {group, false}));
   }
   const In scores = m.in(dtype, {2, 3, tokens, features}), offset = m.in(kF32, {2, 3});
   const Out rest = m.out(kF32, {2, 3, tokens});

@@ -115,11 +115,11 @@ __global__ void __launch_bounds__(256) rope_rotate(const Rope a) {
   const int64_t row = token * a.shape.heads * a.shape.features;
   const T* x = static_cast<const T*>(a.x) + row;
   T* y = static_cast<T*>(a.y) + row;
-  for (int64_t head = slice; head < a.shape.heads; head += kHeads * a.slices) {
+  for (int64_t head = slice; head < a.shape.turned; head += kHeads * a.slices) {
     Run<T, kWidth> run[kHeads][kParts];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      if (head + h * a.slices >= a.shape.heads) continue;
+      if (head + h * a.slices >= a.shape.turned) continue;
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
         run[h][p] = load_run<kWidth>(x + (head + h * a.slices) * a.shape.features + begin[p]);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(256) rope_rotate(const Rope a) {
     }
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      if (head + h * a.slices >= a.shape.heads) continue;
+      if (head + h * a.slices >= a.shape.turned) continue;
       if (rotating) rotate<T, kWidth, kParts>(run[h], turns);
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
@@ -143,21 +143,20 @@ template <typename T, int kWidth, int kParts>
 ffi::Error launch_rope(cudaStream_t stream, Rope a) {
   const Units<kWidth, kParts> units(a.shape);
   const int64_t threads = a.shape.tokens * units.all;
-  if (threads * a.shape.heads == 0) return ffi::Error::Success();
+  if (threads * a.shape.turned == 0) return ffi::Error::Success();
   // 8 heads a thread make cosines and sines cheap; fewer where the GPU would not be full: 4 times, so that it ends
   // full.
   const int64_t full = int64_t{4} * 2048 * current_device().multiprocessors;
-  const int64_t least = ceil_div(a.shape.heads, 8);
-  a.slices = static_cast<int>(std::clamp(full / threads, least, std::max(least, a.shape.heads / 2)));
+  const int64_t least = ceil_div(a.shape.turned, 8);
+  a.slices = static_cast<int>(std::clamp(full / threads, least, std::max(least, a.shape.turned / 2)));
   TE_CUDA_CHECK(launch({ceil_div(threads * a.slices, 256), 256}, stream, rope_rotate<T, kWidth, kParts>, a));
   return ffi::Error::Success();
 }
 
-}  // namespace
-
-ffi::Error RopeRotate(cudaStream_t stream, In x, In frequencies, In positions, Out y, RopeAttributes attributes) {
-  Check check("te_rope_rotate");
-  const RopeShape s = check_rope_rotate(check, x, frequencies, positions, y, attributes.group);
+ffi::Error rotate_all(const char* op, int64_t parts, cudaStream_t stream, const In& x, const In& frequencies,
+                      const In& positions, Out& y, const RopeAttributes& attributes) {
+  Check check(op);
+  const RopeShape s = check_rope_rotate(check, x, frequencies, positions, y, attributes.group, parts);
   if (check.failed()) return check.error();
   const bool consecutive = attributes.group == "consecutive";
   const Rope a{x.untyped_data(),
@@ -176,6 +175,17 @@ ffi::Error RopeRotate(cudaStream_t stream, In x, In frequencies, In positions, O
   });
 }
 
+}  // namespace
+
+ffi::Error RopeRotate(cudaStream_t stream, In x, In frequencies, In positions, Out y, RopeAttributes attributes) {
+  return rotate_all("te_rope_rotate", 1, stream, x, frequencies, positions, y, attributes);
+}
+
+ffi::Error RopeRotateQkv(cudaStream_t stream, In x, In frequencies, In positions, Out y, RopeAttributes attributes) {
+  return rotate_all("te_rope_rotate_qkv", 3, stream, x, frequencies, positions, y, attributes);
+}
+
 }  // namespace te
 
 TE_HANDLER(rope_rotate, RopeRotate)
+TE_HANDLER(rope_rotate_qkv, RopeRotateQkv)

@@ -46,8 +46,17 @@ def trained(module, rec, *args):
         return steps.settle(module.apply, variables, *args) if rec is DELAYED else variables
 
 
+FIELDS = [
+    dict(),
+    dict(input_layernorm=False),
+    dict(return_layernorm_output=True),
+    dict(enable_rotary_pos_emb=True),
+    dict(enable_rotary_pos_emb=True, rotary_pos_emb_group_method="alternate"),
+]
+
+
 @pytest.mark.parametrize("rec", RECIPES)
-@pytest.mark.parametrize("fields", [dict(), dict(input_layernorm=False), dict(return_layernorm_output=True)], ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_is_attention_of_three_arrays(fields, rec, monkeypatch):
     module, bound, rec = MHA(**fields), BOUND[rec], RECIPES[rec]
     variables = trained(module, rec, X)
@@ -76,7 +85,8 @@ def test_a_layer_has_one_product_and_no_copies():
 @pytest.mark.parametrize(
     "fields, call, rec",
     [
-        (dict(enable_rotary_pos_emb=True), {}, None),
+        (dict(), dict(rotary_pos_emb=(jnp.ones(4), jnp.ones(4))), None),
+        (dict(), dict(rotary_pos_emb=jnp.ones((S, 4))), None),
         (dict(num_gqa_groups=2), {}, None),
         (dict(fuse_qkv_params=False), {}, None),
         (dict(qk_norm_type="l2norm"), {}, None),
@@ -85,17 +95,16 @@ def test_a_layer_has_one_product_and_no_copies():
         (dict(), dict(bias=jnp.zeros((1, 1, S, S))), None),
         (dict(), {}, recipe.Float8CurrentScaling(fp8_dpa=True)),
     ],
-    ids=["rope", "gqa", "kernels", "qk_norm", "transposed", "softmax", "bias", "fp8_dpa"],
+    ids=["rope of each", "rope tables", "gqa", "kernels", "qk_norm", "transposed", "softmax", "bias", "fp8_dpa"],
 )
 def test_what_is_done_to_parts_takes_them_apart(fields, call, rec):
     module = MHA(**fields)
     decide = module_of_mha.in_one_array
     with steps.autocast(rec):
         core = module._core_attention(parent=None).options()
-        turns = module_of_mha.rotations(module, None)
-        others = (*turns, call.get("bias"))
-        assert not decide(module, core, X, others)
-        assert decide(MHA(), core, X, [None]) == (rec is None and not fields.get("softmax_type"))
+        turns = module_of_mha.rotations(module, call.get("rotary_pos_emb"))
+        assert not decide(module, core, X, turns, [call.get("bias")])
+        assert decide(MHA(), core, X, (None, None), [None]) == (rec is None and not fields.get("softmax_type"))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -25,7 +25,7 @@ def test_is_the_linen_twin(rec, monkeypatch):
             monkeypatch.setattr(module, "missing", lambda: "")
     elif flash.missing():
         pytest.skip(flash.missing())
-    fields = dict(use_bias=True, attn_mask_type="causal")
+    fields = dict(use_bias=True, attn_mask_type="causal", enable_rotary_pos_emb=True)
     linen = te_flax.MultiHeadAttention(D, H, **fields)
     model = twins.make(te_nnx.MultiHeadAttention, K, head_dim=D, num_attention_heads=H, **fields)
     variables = twins.twins(linen, model, X)

@@ -14,7 +14,7 @@ from stored import call_handler
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.kernel import use_references
-from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_rotate, rope_table
+from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_qkv, rope_rotate, rope_rotate_qkv, rope_table
 
 B, S, H, D = 2, 16, 3, 8
 GROUPS = pytest.mark.parametrize("group", ["consecutive", "alternate"])
@@ -137,6 +137,45 @@ def test_kernel_agrees_with_its_reference(group, inverse):
     )  # fmt: skip
 
 
+# --- Queries and keys in the array of the three ----------------------------------------------------------------------
+
+
+@GROUPS
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size, pairs", [(24, 9), (128, 64)])
+def test_of_one_array_turns_queries_and_keys(implementation, group, dtype, size, pairs):
+    qkv, frequencies = emulated.normal(8, (B, 5, 3, H, size), (pairs,))
+
+    def parts(qkv, frequencies):
+        turned = [rope(qkv[:, :, i], frequencies, group=group) for i in range(2)]
+        return jnp.stack([*turned, qkv[:, :, 2]], axis=2)
+
+    args = jnp.asarray(qkv, dtype), jnp.asarray(frequencies)
+    got, expected = (testing.gradients(f, args, jax.random.key(1)) for f in (partial(rope_qkv, group=group), parts))
+    testing.assert_same_bytes((got[0], got[1][0]), (expected[0], expected[1][0]))
+    np.testing.assert_array_equal(got[0][:, :, 2], args[0][:, :, 2])
+    testing.assert_close(got[1][1], expected[1][1], 4 * F32)
+
+
+@GROUPS
+@pytest.mark.parametrize("inverse", [False, True])
+def test_kernel_of_one_array_agrees_with_its_reference(group, inverse):
+    x, frequencies = emulated.normal(9, (8, 6, 3, 4, 16), (8,))
+    positions = np.random.default_rng(0).integers(0, 1000, (8, 6)).astype(np.int32)
+    testing.check_kernel(
+        rope_rotate_qkv, [x, frequencies, positions], {"group": group, "inverse": inverse},
+        lambda got, expected: testing.assert_close(got, expected, 2 * TURN),
+        specs=[P("data", None, None, "model"), P(), P(None, "model")],
+    )  # fmt: skip
+
+
+def test_what_is_turned_in_place_is_copied_where_it_is_still_needed():
+    qkv, frequencies = jnp.asarray(emulated.normal(10, (B, 5, 3, H, D))[0]), rope_frequencies(D)
+    kept, turned = jax.jit(lambda x: (2 * x, rope_qkv(2 * x, frequencies)))(qkv)
+    np.testing.assert_array_equal(kept, 2 * qkv)
+    testing.assert_close(turned[:, :, 0], complex_rope(2 * qkv[:, :, 0]), F32)
+
+
 def test_a_sharded_sequence_keeps_its_positions():
     x, frequencies = jnp.asarray(X), rope_frequencies(D)
     mesh = testing.mesh_of((2, 4), ("data", "context"))
@@ -251,3 +290,13 @@ def test_malformed_calls_raise(argument, wrong):
         (operands if argument in operands else results)[argument] = wrong
     with pytest.raises(Exception, match="te_rope_rotate: "):
         call_handler("rope_rotate", operands, results, {"group": group, "inverse": False})
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [((6, 2, 2, 8), r"x: expected \[tokens.., 3, H, D\]"), ((6, 3, 2, 8), "y: expected the buffer of x")],
+)
+def test_malformed_calls_of_one_array_raise(shape, message):
+    operands, results = OPERANDS | {"x": (shape, jnp.float32)}, {"y": (shape, jnp.float32)}
+    with pytest.raises(Exception, match=f"te_rope_rotate_qkv: {message}"):
+        call_handler("rope_rotate_qkv", operands, results, {"group": "alternate", "inverse": False})

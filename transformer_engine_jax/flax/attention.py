@@ -28,7 +28,7 @@ from transformer_engine_jax.ops.attention.decode import KVCache
 from transformer_engine_jax.ops.attention.sequences import places
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
-from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_table
+from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_qkv, rope_table
 from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantized import keep
 from transformer_engine_jax.sharding import activation_axes, constrain
@@ -111,6 +111,13 @@ def rotated(module, rotation, x, positions) -> jax.Array:
     return turn(x, rotation, positions=positions, group=module.rotary_pos_emb_group_method)
 
 
+def rotated_qkv(module, frequencies, qkv) -> jax.Array:
+    """qkv [B, S, 3, heads, head_dim], its queries and keys turned, counting from 0; as it is without frequencies."""
+    if frequencies is None:
+        return qkv
+    return rope_qkv(qkv, frequencies, group=module.rotary_pos_emb_group_method)
+
+
 def own_order(module, is_self: bool) -> ContextParallel | None:
     """The context parallelism that stores tokens in an order of its own, None where they come one after another."""
     parallel = context_parallel(module)
@@ -139,13 +146,14 @@ def positions(query, key, start, sequences: SequenceDescriptor | None, order: Co
     return tuple(None if start is None else start + jnp.arange(n, dtype=jnp.int32) for n in lengths)
 
 
-def in_one_array(module, options: Attention, x, others: Sequence) -> bool:
+def in_one_array(module, options: Attention, x, turns, others: Sequence) -> bool:
     """Whether queries, keys and values of self-attention to x [B, S, features] stay in the array that a product gives.
 
-    options: of the attention. others: what is done to a part of them, or said of them; None for nothing.
+    options: of the attention. turns: of `rotations`. others: what else is said of the parts; None for nothing.
     """
     heads, recipe = module.num_attention_heads, current().recipe
     fused = module.fuse_qkv_params and module.num_gqa_groups in (None, heads)
+    fused = fused and turns[0] is turns[1] and (turns[0] is None or jnp.ndim(turns[0]) == 1)
     apart = module.transpose_batch_sequence or module.qk_norm_type or module.context_parallel_axis
     apart = apart or jax.typeof(x).sharding.mesh.explicit_axes or (recipe is not None and recipe.fp8_dpa)
     if not fused or apart or any(other is not None for other in others):
@@ -253,11 +261,13 @@ class MultiHeadAttention(nn.Module):
         check_ranks(inputs_q, inputs_kv)
         check_kind(self, is_self, self.variables.get("params", {}))
         turns = rotations(self, rotary_pos_emb)
-        others = *turns, mask, bias, sequence_descriptor, decode or None
-        in_one = is_self and in_one_array(self, self._core_attention(parent=None).options(), inputs_q, others)
+        others = mask, bias, sequence_descriptor, decode or None
+        in_one = is_self and in_one_array(self, self._core_attention(parent=None).options(), inputs_q, turns, others)
         results, normed, past = self._project(inputs_q, inputs_kv, residual, split=not in_one)
         results, start = [self._by_head(x) for x in results], None
-        if not in_one:
+        if in_one:
+            results = [rotated_qkv(self, turns[0], *results)]
+        else:
             results, start = self._turned(*results, is_self, turns, decode, sequence_descriptor)
         core = self._core_attention(qkv_layout="bs3hd") if in_one else self._core_attention()
         context = core(

@@ -24,6 +24,7 @@ from transformer_engine_jax.flax.attention import (
     own_order,
     positions,
     rotated,
+    rotated_qkv,
     rotations,
     unstacked,
 )
@@ -256,12 +257,14 @@ class MultiHeadAttention(Fp8Module):
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         check_ranks(inputs_q, inputs_kv)
         turns, mask_type = rotations(self, rotary_pos_emb), attn_mask_type or self.attn_mask_type
-        others = *turns, mask, bias, sequence_descriptor, decode or None
+        others = mask, bias, sequence_descriptor, decode or None
         options = self.core_attention.as_linen(attn_mask_type=mask_type).options()
-        in_one = is_self and in_one_array(self, options, inputs_q, others)
+        in_one = is_self and in_one_array(self, options, inputs_q, turns, others)
         results, normed, past = self._project(inputs_q, inputs_kv, residual, split=not in_one)
         results, start = [self._by_head(x) for x in results], None
-        if not in_one:
+        if in_one:
+            results = [rotated_qkv(self, turns[0], *results)]
+        else:
             sequences = sequence_descriptor if "padding" in mask_type else None
             results, start = self._turned(*results, is_self, turns, decode, sequences)
         context = self.core_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from transformer_engine_jax.kernel import kernel
 GROUPS = ("consecutive", "alternate")
 _FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
 
-# --- The kernel --------------------------------------------------------------------------------------------------
+# --- The kernels -------------------------------------------------------------------------------------------------
 
 
 @kernel("... h d, f, ... -> ... h d", whole="d f")
@@ -22,6 +23,14 @@ def rope_rotate(x, frequencies, positions, *, group, inverse=False) -> jax.Array
     """x[.., H, D] turned by positions i32[..] * frequencies f32[F], or back where `inverse`; its own gradient."""
     cos, sin = _turns(positions, frequencies)
     return _turned(x, cos, -sin if inverse else sin, group)
+
+
+@kernel("... p h d, f, ... -> ... p h d", whole="p d f", aliases={"x": "result"})
+def rope_rotate_qkv(x, frequencies, positions, *, group, inverse=False, in_place=True) -> jax.Array:
+    """rope_rotate of queries and keys in x[.., 3, H, D], in place; values stay."""
+    turn = functools.partial(rope_rotate.reference, group=group, inverse=inverse)
+    turned = [turn(x[..., part, :, :], frequencies, positions) for part in range(2)]
+    return jnp.stack([*turned, x[..., 2, :, :]], axis=-3)
 
 
 def _turned(x, cos, sin, group: str) -> jax.Array:
@@ -93,11 +102,14 @@ def rope(x: jax.Array, frequencies: jax.Array, *, positions: jax.Array | None = 
     Raises:
       ValueError: shapes or dtypes do not fit, or an unknown group.
     """
-    x, frequencies = jnp.asarray(x), jnp.asarray(frequencies)
-    if frequencies.ndim != 1 or not jnp.issubdtype(frequencies.dtype, jnp.floating):
-        raise ValueError(f"rope: frequencies: expected f32[F], got {frequencies.dtype}{list(frequencies.shape)}")
-    positions = _check(x, frequencies.shape[0], positions, group)
-    return _rope(Rotation(group), x, frequencies.astype(jnp.float32), positions)
+    x, frequencies = jnp.asarray(x), _checked(frequencies)
+    return _rope(Rotation(group), x, frequencies, _check(x, frequencies.shape[0], positions, group))
+
+
+def rope_qkv(qkv: jax.Array, frequencies: jax.Array, *, group: str = "consecutive") -> jax.Array:
+    """`rope` of the queries and keys in qkv[B, S, 3, H, D], whose values stay; positions count from 0."""
+    frequencies = _checked(frequencies)
+    return _rope(Rotation(group), qkv, frequencies, _check(qkv[:, :, 0], frequencies.shape[0], None, group))
 
 
 def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None = None, group: str = "consecutive"):
@@ -122,6 +134,13 @@ def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None =
     return _turned(x, jnp.cos(angles), jnp.sin(angles), group)
 
 
+def _checked(frequencies) -> jax.Array:
+    frequencies = jnp.asarray(frequencies)
+    if frequencies.ndim != 1 or not jnp.issubdtype(frequencies.dtype, jnp.floating):
+        raise ValueError(f"rope: frequencies: expected f32[F], got {frequencies.dtype}{list(frequencies.shape)}")
+    return frequencies.astype(jnp.float32)
+
+
 def _check(x, pairs: int, positions, group: str) -> jax.Array:
     """i32[B, S] the positions, once x and group are known to fit."""
     if x.dtype not in _FLOATS:
@@ -138,7 +157,11 @@ def _check(x, pairs: int, positions, group: str) -> jax.Array:
 
 
 def _rope_forward(rotation: Rotation, x, frequencies, positions):
-    y = rope_rotate(x, frequencies, positions, **rotation._asdict())
+    """x [B, S, H, D], or [B, S, 3, H, D], of which queries and keys are turned."""
+    if x.ndim == 5:
+        y = rope_rotate_qkv(x, frequencies, positions, **rotation._asdict())
+    else:
+        y = rope_rotate(x, frequencies, positions, **rotation._asdict())
     return y, (y, frequencies, positions)
 
 
@@ -146,9 +169,10 @@ def _rope_backward(rotation: Rotation, saved, dy):
     y, frequencies, positions = saved
     dx = _rope(rotation._replace(inverse=not rotation.inverse), dy, frequencies, positions)
     # The derivative by the angle is y, turned by a right angle. Where nobody asks for it, the compiler drops it.
-    pairs = frequencies.shape[0]
+    pairs, axes = frequencies.shape[0], tuple(range(2, y.ndim - 1))
+    y, dy = (x[:, :, :2] if x.ndim == 5 else x for x in (y, dy))
     (a, b), (da, db) = _pairs(y, pairs, rotation.group), _pairs(dy, pairs, rotation.group)
-    by_angle = jnp.sum(a * db - b * da, axis=-2) * (-1.0 if rotation.inverse else 1.0)
+    by_angle = jnp.sum(a * db - b * da, axis=axes) * (-1.0 if rotation.inverse else 1.0)
     dfrequencies = jnp.sum(positions[..., None].astype(jnp.float32) * by_angle, axis=tuple(range(positions.ndim)))
     return dx, dfrequencies, None
 
