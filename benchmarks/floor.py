@@ -3,6 +3,9 @@ the bytes that each other stage must move, at a copy's speed; all measured in th
 
 Not counted: what an epilogue can do (biases, residual additions), vectors, launches. A stage's operands and results
 count once each; nothing stays in a cache between stages.
+
+In short turns products are faster than under a load that lasts as a layer's does, likely as the limit of power then
+lowers the clocks. The sustained floor is the same sum, each part measured in turns as long as the layer's.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks import attention, gemm, kernels
 from benchmarks.shapes import Product, Shape, products
-from benchmarks.timing import Timing
+from benchmarks.timing import TURN, Timing
 
 COPY = (16384, 16384)  # rows and columns of the copy that bandwidth is measured with
 TIMING = {"rounds": 6, "calls_per_round": 2}
@@ -60,8 +63,9 @@ def stages(shape: Shape, fp8: bool) -> dict[str, int]:
 class Machine:
     """What floors are made of, measured on this machine when first asked for."""
 
-    def __init__(self, copy: tuple[int, int] = COPY):
-        self._bandwidth = kernels.copy_bandwidth(*copy, **TIMING)
+    def __init__(self, copy: tuple[int, int] = COPY, turn: float = TURN):
+        self._timing = {**TIMING, "turn": turn}
+        self._bandwidth = kernels.copy_bandwidth(*copy, **self._timing)
         self._attention = functools.cache(self._attention)
 
     def floor(self, shape: Shape, fp8: bool) -> Floor:
@@ -70,10 +74,10 @@ class Machine:
 
     def _gemm(self, product: Product, fp8: bool) -> float:
         against = [name for name in gemm.CONTENDERS if (gemm.precision(name) == "fp8") == fp8]
-        return _best(gemm.measure(product, against, **TIMING))
+        return _best(gemm.measure(product, against, **self._timing))
 
     def _attention(self, shape: Shape) -> float:
-        return _best(attention.measure(shape, "forward+backward", ["te", "jax-cudnn"], **TIMING))
+        return _best(attention.measure(shape, "forward+backward", ["te", "jax-cudnn"], **self._timing))
 
 
 def _best(measured: tuple[dict[str, Timing], dict[str, str]]) -> float:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from benchmarks.floor import COPY, Machine
 from benchmarks.peers import CONTENDERS, IN_BF16
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.timing import interleaved, without_failures
+from benchmarks.timing import TURN, interleaved, without_failures
 
 
 def gradients(layer: nn.Module):
@@ -58,8 +58,10 @@ class Step:
 
 
 def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY, **timing) -> Iterator[dict]:
-    """A row for each config and contender: ms, ratio to the first contender and to the floor, compile time, memory."""
-    machine = Machine(copy=copy) if floor else None
+    """A row for each config and contender: ms, ratio to the first contender and to the floors, compile time, memory."""
+    machines = {"floor": Machine(copy)} if floor else {}
+    if floor and timing.get("turn", TURN) > TURN:
+        machines["sustained_floor"] = Machine(copy, timing["turn"])
     for config in configs:
         shape = SHAPES[config]
         makers = {name: lambda name=name: Step(name, shape) for name in against}
@@ -67,7 +69,8 @@ def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY
         timings = interleaved(steps, **timing)
         compiled = {name: (step.trace_s, step.compile_s, step.temp_gib) for name, step in steps.items()}
         steps.clear()  # their memory goes to what the floor measures
-        floors = {fp8: machine.floor(shape, fp8) for fp8 in {n not in IN_BF16 for n in timings}} if machine else {}
+        kinds = sorted({n not in IN_BF16 for n in timings})
+        floors = {name: {fp8: machine.floor(shape, fp8) for fp8 in kinds} for name, machine in machines.items()}
         first = next((timings[name].median for name in against if name in timings), None)
         for name in against:
             row = {"config": config, "contender": name}
@@ -78,9 +81,9 @@ def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY
             trace_s, compile_s, temp_gib = compiled[name]
             row |= {"ms": ms, "spread": spread, "speedup": first / ms, "tflop_per_s": shape.flop / ms / 1e9}
             row |= {"trace_s": trace_s, "compile_s": compile_s, "temp_gib": temp_gib}
-            if machine:
-                least = floors[name not in IN_BF16]
-                row |= {"floor_ms": least.ms, "of_floor": ms / least.ms, "floor": least._asdict()}
+            for kind, of_kind in floors.items():
+                least = of_kind[name not in IN_BF16]
+                row |= {f"{kind}_ms": least.ms, f"of_{kind}": ms / least.ms, kind: least._asdict()}
             yield row
 
 
@@ -89,6 +92,8 @@ def line(row: dict) -> str:
     if "skipped" in row:
         return f"{what} skipped: {row['skipped']}"
     floor = f"  {row['of_floor']:.2f} x floor {row['floor_ms']:.3f} ms" if "floor" in row else ""
+    if "sustained_floor" in row:
+        floor += f", {row['of_sustained_floor']:.2f} x sustained {row['sustained_floor_ms']:.3f} ms"
     return (
         f"{what} {row['ms']:8.3f} ms  x{row['speedup']:.2f}  +-{row['spread']:.1%}  {row['tflop_per_s']:6.1f} TFLOP/s"
         f"{floor}  trace {row['trace_s']:.1f} s  compile {row['compile_s']:.1f} s  temp {row['temp_gib']:.2f} GiB"

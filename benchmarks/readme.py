@@ -22,6 +22,7 @@ LAYER: Columns = {
     "spread": lambda r: f"{r['spread']:.0%}",
     "speed-up": lambda r: f"{r['speedup']:.2f}",
     "of the floor": lambda r: f"{r['of_floor']:.2f}" if "of_floor" in r else "",
+    "of the sustained floor": lambda r: f"{r['of_sustained_floor']:.2f}" if "of_sustained_floor" in r else "",
     "compile s": lambda r: f"{r['compile_s']:.1f}",
     "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
 }

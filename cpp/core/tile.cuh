@@ -232,6 +232,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
   const float scale = out.scale.get();
   if (blockIdx.x == 0 && threadIdx.x == 0) out.scale.store_inverse(scale);
   typename Producer::Columns columns = {};
+  if (!kWhole && n > 0) columns = in.columns(col, n, vector);
   float most = 0.f;
   float sums[kOutputs][8] = {};
 
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
           raw[s][i] = in.load(row + s * 64 + i, before + (s * 64 + i) * out.cols, col, n, vector);
       }
     }
-    if (!first && n > 0) columns = in.columns(col, n, vector);  // while rows are on their way
+    if (kWhole && !first && n > 0) columns = in.columns(col, n, vector);  // while rows are on their way
 #pragma unroll
     for (int s = 0; s < kAhead; ++s) {
       uint32_t bytes[kOutputs][2][4] = {};
