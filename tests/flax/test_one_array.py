@@ -3,12 +3,15 @@
 from functools import partial
 
 import emulated
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 import steps
+from jax.sharding import PartitionSpec as P
 from steps import CURRENT, DELAYED
 
+import transformer_engine_jax as te
 from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.flax import DotProductAttention, MultiHeadAttention, TransformerLayer
 from transformer_engine_jax.flax import attention as module_of_mha
@@ -24,16 +27,18 @@ RECIPES = {"bf16": None, "delayed": DELAYED, "current": CURRENT}
 BOUND = {"bf16": 2e-2, "delayed": 4e-2, "current": 4e-2}
 
 
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch):
-    """The choice that a Hopper GPU makes."""
-    if GPU:
-        if flash.missing():
-            pytest.skip(flash.missing())
-        return
+def choose_as_on_hopper(monkeypatch):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")
     for module in (backends, cudnn):
         monkeypatch.setattr(module, "missing", lambda: "")
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    if not GPU:
+        choose_as_on_hopper(monkeypatch)
+    elif flash.missing():
+        pytest.skip(flash.missing())
 
 
 def kernels(f, *args) -> str:
@@ -115,3 +120,38 @@ def test_the_layout_of_one_array_is_read_where_it_is(checkpointed):
     got = steps.step(lambda x: module.apply({}, x), QKV)
     expected = steps.step(lambda x: apart.apply({}, *(x[:, :, i] for i in range(3))), QKV)
     testing.assert_close(got, expected, BOUND["bf16"])
+
+
+@pytest.mark.parametrize("rec", [None, DELAYED], ids=["bf16", "delayed"])
+@pytest.mark.parametrize(
+    "resource",
+    [
+        te.MeshResource(dp_resource="data", tp_resource="model"),
+        te.MeshResource(fsdp_resource="data"),
+        te.MeshResource(dp_resource="data", tpsp_resource="model"),
+    ],
+    ids=["tensor", "fsdp", "sequence"],
+)
+def test_sharded_is_sharded_attention_of_three_arrays(resource, rec, monkeypatch):
+    """Which is as far from unsharded: a layer's FP8 codes flip where bf16 sums over shards are rounded."""
+    choose_as_on_hopper(monkeypatch)  # also for a mesh of CPUs
+    fields = dict(hidden_size=HIDDEN, mlp_hidden_size=2 * HIDDEN, num_attention_heads=H, use_bias=True)
+    layer = TransformerLayer(
+        **fields, hidden_dropout=0.0, attention_dropout=0.0, enable_relative_embedding=False,
+        enable_rotary_pos_emb=True, enable_sequence_parallel=resource.tpsp_resource is not None,
+    )  # fmt: skip
+    x = jnp.concatenate([X, 2 * X[::-1]])
+    boxed = steps.init(layer, x, rec=DELAYED, unbox=False)
+    variables = steps.randomized(nn.unbox(boxed))
+    boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}
+    mesh = testing.mesh_of((4, 2), ("data", "model"))
+    with jax.default_device(mesh.devices.flat[0]), steps.autocast(rec):
+        unsharded = jax.device_get(steps.step(layer.apply, variables, x))
+    with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=resource):
+        placed, x = steps.place(mesh, boxed, resource), testing.shard(mesh, x, P("data"))
+        assert "attention_qkv_fwd" in kernels(layer.apply, placed, x)
+        got = jax.device_get(steps.step(layer.apply, placed, x))
+        monkeypatch.setattr(module_of_mha, "in_one_array", lambda *args: False)
+        expected = jax.device_get(steps.step(lambda v, x: layer.apply(v, x), placed, x))
+    testing.assert_close(got, expected, BOUND["bf16"] if mesh.devices.flat[0].platform == "gpu" else 1e-6)
+    testing.assert_close(got, unsharded, 0.1 if rec else 2e-2)
