@@ -26,6 +26,7 @@ NB_MODULE(TE_MODULE, m) {
       "FFI target -> stage -> capsule, for jax.ffi.register_ffi_target.");
 #ifdef TE_CUDA
   m.def("gemm_algorithm", &te::gemm_algorithm, nb::arg("buffers"), nb::arg("k_axes"), nb::arg("split_accumulator"),
+        nb::arg("k_first"),
         "What te_gemm runs with these attributes on the current device, once compiled, as text; \"\" where it is not.");
   m.def("versions", &te::cuda_versions, "What this module was built with and what it finds at run time, as text.");
 #endif

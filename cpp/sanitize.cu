@@ -22,6 +22,7 @@ namespace te {
 struct GemmAttributes {
   int64_t k_axes;
   bool split_accumulator;
+  std::string_view k_first;
   Buffers buffers;
 };
 
@@ -251,10 +252,10 @@ void products() {
   const int64_t rows = 40, cols = 36, k = 20;
   check("gemm", Gemm(nullptr, m.in(kE5M2, {rows, k}), m.in(kE5M2, {cols, k}), m.in(kF32, {}), m.in(kF32, {}),
                      m.in(kF32, {cols}), m.in(kBf16, {rows, cols}), m.in(kF32, {}), m.out(kE4M3, {rows, cols}),
-                     m.scalar(), m.bytes(kCublasLtScratch + (1 << 20)), {1, true, {}}));
+                     m.scalar(), m.bytes(kCublasLtScratch + (1 << 20)), {1, true, "", {}}));
   check("gemm", Gemm(nullptr, m.in(kE4M3, {64, 64}), m.in(kE4M3, {64, 64}), m.in(kF32, {}), m.in(kF32, {}),
                      m.in(kF32, {64}), m.none(), m.none(), m.out(kBf16, {64, 64}), m.nothing(),
-                     m.bytes(kCublasLtScratch + (1 << 20)), {1, false, {}}));
+                     m.bytes(kCublasLtScratch + (1 << 20)), {1, false, "", {}}));
 }
 
 }  // namespace

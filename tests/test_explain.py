@@ -95,11 +95,11 @@ def test_calls_of_te_gemm_are_found_in_a_compiled_program(monkeypatch):
     call = (
         '%ffi_call.{0} = (bf16[256,64], u8[33554688]) custom-call(%a, %b), custom_call_target="te_gemm", '
         "api_version=API_VERSION_TYPED_FFI, backend_config={{buffers = dense<[16, 2, 256, {1}]> : tensor<4xi64>, "
-        "k_axes = 1 : i64, split_accumulator = true}}"
+        'k_axes = 1 : i64, k_first = "", split_accumulator = true}}'
     )
     answers = {256: "m=256 f8 x f8: algorithm 2: 0.5 ms", 512: ""}  # the second has none: an empty product
     module = importlib.import_module("transformer_engine_jax.explain")  # te.explain is the function
-    monkeypatch.setattr(module, "gemm_algorithm", lambda b, k_axes, split: answers[b[-1]] if split else "")
+    monkeypatch.setattr(module, "gemm_algorithm", lambda b, k_axes, split, k_first: answers[b[-1]] if split else "")
     text = "\n".join(call.format(i, k) for i, k in enumerate((256, 512, 256)))
     (product,) = _products(text)
     assert product == ("m=256 f8 x f8", 2, "algorithm 2: 0.5 ms")

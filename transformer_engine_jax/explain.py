@@ -345,17 +345,18 @@ def _hlo_bytes(shapes: str) -> int:
 # Of a call of te_gemm on a GPU, whose attributes XLA prints in the order of their names.
 _HLO_GEMM = re.compile(
     r'"te_gemm".*\bbuffers = dense<\[(?P<buffers>[-\d, ]+)\]>.*\bk_axes = (?P<k_axes>\d+)'
-    r".*\bsplit_accumulator = (?P<split>true|false)"
+    r'.*\bk_first = \\?"(?P<k_first>\w*)\\?".*\bsplit_accumulator = (?P<split>true|false)'
 )
 
 
 def _products(text: str) -> tuple[Product, ...]:
     found = collections.Counter(_HLO_GEMM.findall(text))
     answers = [
-        (gemm_algorithm([int(n) for n in buffers.split(",")], int(k_axes), split == "true").partition(": "), count)
-        for (buffers, k_axes, split), count in found.items()
+        (gemm_algorithm([int(n) for n in buffers.split(",")], int(k_axes), split == "true", k_first), count)
+        for (buffers, k_axes, k_first, split), count in found.items()
     ]
-    return tuple(Product(name, count, algorithm) for (name, _, algorithm), count in answers if name)
+    parts = [(answer.partition(": "), count) for answer, count in answers]
+    return tuple(Product(name, count, algorithm) for (name, _, algorithm), count in parts if name)
 
 
 def _compiled(program) -> Compiled:

@@ -36,12 +36,12 @@ def _register_handlers() -> dict[str, dict[str, Any]]:
 HANDLERS = _register_handlers()
 
 
-def gemm_algorithm(buffers: list[int], k_axes: int, split_accumulator: bool) -> str:
+def gemm_algorithm(buffers: list[int], k_axes: int, split_accumulator: bool, k_first: str) -> str:
     """What a call of te_gemm with these attributes runs on this process's GPU, once compiled; "" where it is not."""
     if "CUDA" not in HANDLERS:
         return ""
     cuda = importlib.import_module("transformer_engine_jax._cuda")
-    return cuda.gemm_algorithm(buffers, k_axes, split_accumulator)
+    return cuda.gemm_algorithm(buffers, k_axes, split_accumulator, k_first)
 
 
 def cuda_import_error() -> str | None:

@@ -112,13 +112,14 @@ class Kernel:
         note,
         aliases,
         prepared,
+        layouts,
     ):
         functools.update_wrapper(self, reference)
         self.reference, self.rule, self.name = reference, rule, reference.__name__
         self.operands, self.results = _parse(rule)
         self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
         self.by_shard, self.platforms, self.note = dict(by_shard), frozenset(platforms), note
-        self.aliases, self.prepared = dict(aliases), prepared
+        self.aliases, self.prepared, self.layouts = dict(aliases), prepared, layouts
         parameters = inspect.signature(reference).parameters.values()
         operands = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.operand_names = [p.name for p in operands]
@@ -174,6 +175,7 @@ def kernel(
     note: Callable[..., str] | None = None,
     aliases: Mapping[str, str] | None = None,
     prepared: bool = False,
+    layouts: Callable[..., Mapping[str, Sequence[int]]] | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Declares a kernel by its reference.
 
@@ -194,10 +196,13 @@ def kernel(
         one shape and dtype. Handlers then read each element before they write it.
       prepared: the CUDA handler has work to do once for calls like this one, before the first: when the program is
         compiled it is told their dtypes and shapes by the attribute `buffers`.
+      layouts: operand -> its axes from major to minor, where the CUDA handler reads them in another order than the
+        last fastest; from the operands and the attributes, as for `workspace`.
     """
     return lambda reference: Kernel(
-        reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note, aliases or {}, prepared
-    )
+        reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note, aliases or {}, prepared,
+        layouts,
+    )  # fmt: skip
 
 
 class _Call(NamedTuple):
@@ -316,8 +321,13 @@ def _ffi_call(call: _Call, platform: str, *present) -> tuple:
     attributes = _ffi_attributes(call)
     if call.kernel.prepared and platform == "cuda":
         attributes["buffers"] = _described([*operands, *results])
+    layouts = None
+    if call.kernel.layouts and platform == "cuda":
+        given = call.kernel.layouts(*call.fill(present), **dict(call.attributes))
+        layouts = [given.get(name) for name in call.kernel.operand_names] if given else None
     target, aliases = f"te_{call.kernel.name}", _aliases(call, operands, results)
-    out = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)(*operands, **attributes)
+    run = jax.ffi.ffi_call(target, results, input_output_aliases=aliases, input_layouts=layouts)
+    out = run(*operands, **attributes)
     return tuple(o for o, s in zip(out, shapes) if s is not None)
 
 

@@ -1,5 +1,6 @@
 // Products as plans of cuBLASLt. It thinks in columns: our row-major d[m, n] is its D[n, m], so our b is its A and our
-// a its B, both with the contracted axis contiguous ("TN", the one form that has FP8 on Hopper).
+// a its B, both with the contracted axis contiguous ("TN", the one form that has FP8 on Hopper) unless they say
+// otherwise.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -70,7 +71,7 @@ int64_t alignment(const CublasLtProduct& p) {
 // All that a plan depends on: the device, sizes, dtypes, which pointers there are, and their alignment.
 using Key = std::array<int64_t, 7>;
 Key key_of(const CublasLtProduct& p, int device) {
-  int64_t dtypes = 0, flags = p.split_accumulator;
+  int64_t dtypes = 0, flags = p.split_accumulator | p.a_k_first << 1 | p.b_k_first << 2;
   for (const DType dtype : {p.a_dtype, p.b_dtype, p.c_dtype, p.d_dtype, p.bias_dtype}) {
     dtypes = dtypes << 8 | static_cast<int64_t>(dtype);
   }
@@ -198,13 +199,13 @@ bool make_plan(Status& status, cublasLtHandle_t handle, const Key& key, const Cu
   const auto layout = [&](cublasLtMatrixLayout_t* made, DType dtype, int64_t rows, int64_t cols) {
     if (status.ok()) status.ok(lt.create_layout(made, cuda_type(dtype), rows, cols, rows), "layout");
   };
-  layout(&plan.a, p.b_dtype, p.k, p.n);
-  layout(&plan.b, p.a_dtype, p.k, p.m);
+  p.b_k_first ? layout(&plan.a, p.b_dtype, p.n, p.k) : layout(&plan.a, p.b_dtype, p.k, p.n);
+  p.a_k_first ? layout(&plan.b, p.a_dtype, p.m, p.k) : layout(&plan.b, p.a_dtype, p.k, p.m);
   layout(&plan.c, p.c_dtype, p.n, p.m);
   layout(&plan.d, p.d_dtype, p.n, p.m);
   if (!status.ok()) return false;
-  set(status, plan.product, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T, "transposition");
-  set(status, plan.product, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N, "transposition");
+  set(status, plan.product, CUBLASLT_MATMUL_DESC_TRANSA, p.b_k_first ? CUBLAS_OP_N : CUBLAS_OP_T, "transposition");
+  set(status, plan.product, CUBLASLT_MATMUL_DESC_TRANSB, p.a_k_first ? CUBLAS_OP_T : CUBLAS_OP_N, "transposition");
   if (of_8_bits(p.a_dtype)) {
     const int8_t fast = !p.split_accumulator;
     set(status, plan.product, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, "accumulation");
@@ -309,6 +310,8 @@ std::string algorithm_of(const CublasLtProduct& p) {
   text += std::string(name_of(p.a_dtype)) + " x " + name_of(p.b_dtype) + " -> " + name_of(p.d_dtype);
   if (p.bias) text += " + bias";
   if (p.c) text += " + c";
+  if (p.a_k_first || p.b_k_first)
+    text += std::string(", k first in ") + (p.a_k_first ? "a" : "") + (p.b_k_first ? "b" : "");
   if (of_8_bits(p.a_dtype)) text += p.split_accumulator ? ", split accumulation" : ", fast accumulation";
   return text + ": " + prepared.plan->chosen;
 }

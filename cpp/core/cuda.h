@@ -11,6 +11,7 @@ namespace te {
 std::string cuda_versions();
 
 // The algorithm of a call of te_gemm with these attributes, once it is compiled; "" where it has none. (ops/gemm.cu)
-std::string gemm_algorithm(const std::vector<int64_t>& buffers, int64_t k_axes, bool split_accumulator);
+std::string gemm_algorithm(const std::vector<int64_t>& buffers, int64_t k_axes, bool split_accumulator,
+                           const std::string& k_first);
 
 }  // namespace te

@@ -20,7 +20,8 @@ namespace te {
 
 struct GemmAttributes {
   int64_t k_axes;
-  bool split_accumulator;  // as it always is here
+  bool split_accumulator;    // as it always is here
+  std::string_view k_first;  // nothing to XLA on the CPU, where all lies as its dimensions say
 };
 
 namespace {
@@ -238,6 +239,7 @@ ffi::Error Gemm(ffi::ThreadPool pool, In a, In b, In a_scale_inv, In b_scale_inv
 
 }  // namespace te
 
-TE_ATTRIBUTES(te::GemmAttributes, TE_ATTRIBUTE(int64_t, k_axes), TE_ATTRIBUTE(bool, split_accumulator));
+TE_ATTRIBUTES(te::GemmAttributes, TE_ATTRIBUTE(int64_t, k_axes), TE_ATTRIBUTE(bool, split_accumulator),
+              TE_ATTRIBUTE(std::string_view, k_first));
 
 TE_HANDLER(gemm, Gemm)

@@ -14,6 +14,7 @@ namespace te {
 struct GemmAttributes {
   int64_t k_axes;
   bool split_accumulator;
+  std::string_view k_first;
   Buffers buffers;
 };
 
@@ -181,6 +182,9 @@ class Cutter {
 
 Check plan(const GemmOperands& in, Out& d, Out& amax, Out& workspace, const GemmAttributes& attributes, Call& call) {
   Check check = check_gemm(in, d, amax, attributes.k_axes);
+  const auto k_first = [&](char operand) { return attributes.k_first.find(operand) != std::string_view::npos; };
+  check.that(attributes.k_first.empty() || !is_fp8(in.a.element_type()), "k_first", "nothing for FP8",
+             attributes.k_first);
   if (check.failed()) return check;
   call.shape = gemm_shape(in, attributes.k_axes);
   const GemmShape& s = call.shape;
@@ -195,6 +199,7 @@ Check plan(const GemmOperands& in, Out& d, Out& amax, Out& workspace, const Gemm
   p = {};
   p.m = s.m, p.n = s.n, p.k = s.k;
   p.split_accumulator = attributes.split_accumulator;
+  p.a_k_first = k_first('a'), p.b_k_first = k_first('b');
   p.a = call.a.data, p.a_dtype = call.a.dtype;
   p.b = call.b.data, p.b_dtype = call.b.dtype;
   p.d = call.d.data, p.d_dtype = call.d.dtype;
@@ -255,9 +260,11 @@ ffi::Error GemmAnswer(In a, In b, In a_scale_inv, In b_scale_inv, In bias, In c,
   return ffi::Error::Success();
 }
 
-std::string gemm_algorithm(const std::vector<int64_t>& buffers, int64_t k_axes, bool split_accumulator) {
+std::string gemm_algorithm(const std::vector<int64_t>& buffers, int64_t k_axes, bool split_accumulator,
+                           const std::string& k_first) {
   std::string answer;
-  Instantiation<&GemmAnswer>::run({{k_axes, split_accumulator, Buffers(buffers.data(), buffers.size())}, &answer});
+  Instantiation<&GemmAnswer>::run(
+      {{k_axes, split_accumulator, k_first, Buffers(buffers.data(), buffers.size())}, &answer});
   return answer;
 }
 
@@ -303,7 +310,7 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
 }  // namespace te
 
 TE_ATTRIBUTES(te::GemmAttributes, TE_ATTRIBUTE(int64_t, k_axes), TE_ATTRIBUTE(bool, split_accumulator),
-              TE_ATTRIBUTE(te::Buffers, buffers));
+              TE_ATTRIBUTE(std::string_view, k_first), TE_ATTRIBUTE(te::Buffers, buffers));
 
 TE_HANDLER(gemm, Gemm)
 TE_INSTANTIATOR(gemm, GemmPrepare)

@@ -10,7 +10,8 @@
 //   workspace   CUDA only: scratch
 //
 // Attributes: k_axes, how many of the last axes of a and b are contracted; split_accumulator: keep FP8 partial sums in
-// f32, slower on Hopper's tensor cores.
+// f32, slower on Hopper's tensor cores; k_first, "", "a", "b" or "ab": on CUDA, which operands that are not FP8 lie in
+// memory with those axes first, whatever their dimensions say.
 #pragma once
 
 #include <algorithm>

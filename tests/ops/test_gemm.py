@@ -295,7 +295,7 @@ def ffi_gemm(*args, d=(BF16, (4, 6)), amax=None, **attributes):
     """The handler itself, past the checks of the Python side."""
     shapes = [jax.ShapeDtypeStruct(d[1], d[0]), jax.ShapeDtypeStruct((0,) if amax is None else amax, F32)]
     args = [jnp.zeros((0,), F32) if x is None else x for x in args]
-    attributes = {"k_axes": np.int64(1), "split_accumulator": True, **attributes}
+    attributes = {"k_axes": np.int64(1), "split_accumulator": True, "k_first": "", **attributes}
     return jax.block_until_ready(jax.ffi.ffi_call("te_gemm", shapes)(*args, **attributes))
 
 

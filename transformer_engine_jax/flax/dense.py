@@ -150,7 +150,10 @@ class DenseGeneral(_Dense):
         quantizers, unused = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
         with scope:
-            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual)
+            y = dense(
+                x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual,
+                by_kernels=residual is not None,
+            )  # fmt: skip
         y = self._finish(y, x, k_axes, features, unused)
         return (y, bias) if self.return_bias else y
 

@@ -121,7 +121,10 @@ class DenseGeneral(_Dense):
         quantizers, unused = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
         added = None if self.return_bias else bias
         with scope:
-            y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual)
+            y = dense(
+                x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual,
+                by_kernels=residual is not None,
+            )  # fmt: skip
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
         y = keep(y, unused)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transformer_engine_jax.differentiable import all_at_once, differentiable
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
+from transformer_engine_jax.ops.product import computes, product
 from transformer_engine_jax.ops.quantize import Cast, named, observe, quantize_for, watch, watch_gradient
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
 from transformer_engine_jax.recipe import MMParams
@@ -192,6 +193,7 @@ def dense(
     k_axes: int = 1,
     quantizers: GemmQuantizers | None = None,
     residual=None,
+    by_kernels: bool = False,
 ) -> jax.Array:
     """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] and residual[m.., n..] -> [m.., n..] in x's dtype.
 
@@ -203,6 +205,7 @@ def dense(
       k_axes: how many axes are contracted.
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
       residual: x's dtype, or None; in FP8 it is added inside the product, before the one rounding of the result.
+      by_kernels: let `product` compute it where it can, which has gradients but no tangents and no second derivatives.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -220,6 +223,8 @@ def dense(
         kernel = collected(adds, kernel, main_grad)
     if quantizers is not None:
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
+    if by_kernels and quantizers is None and computes(x, kernel):
+        return product(Dense.of(x, kernel, bias, k_axes, residual is not None), x, kernel, bias, residual)
     contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
     sharding = _product_sharding(x, kernel, k_axes)
     y = jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())), out_sharding=sharding)

@@ -72,6 +72,14 @@ def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes,
     return 256 + sum(-(-size // 256) * 256 for size in [32 << 20, *pieces])
 
 
+def _layouts(a, b, *_, k_axes, k_first, **__) -> dict[str, tuple[int, ...]]:
+    def of(x):
+        axes = tuple(range(x.ndim))
+        return axes[x.ndim - k_axes :] + axes[: x.ndim - k_axes]
+
+    return {name: of(x) for name, x in (("a", a), ("b", b)) if name in k_first}
+
+
 @kernel(
     "m* k*, n* k*, -, -, n*, m* n*, - -> m* n*, -",
     whole=_needs_all_of_k,
@@ -81,6 +89,7 @@ def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes,
     workspace=_scratch,
     note=_note,
     prepared=True,
+    layouts=_layouts,
 )
 def gemm(
     a,
@@ -96,6 +105,7 @@ def gemm(
     split_accumulator=True,
     amax=False,
     in_place=False,
+    k_first="",
 ) -> Gemm:
     """d = a b^T * a_scale_inv * b_scale_inv + bias + c, summed in f32 and returned as `dtype`.
 
@@ -108,6 +118,9 @@ def gemm(
       split_accumulator: False lets Hopper's tensor cores keep FP8 sums in fewer than 23 bits: about 10 % faster.
       amax: asks for max |d|.
       in_place: d takes c's buffer, where it has its dtype; XLA copies a c that is still needed.
+      k_first: "", "a", "b" or "ab": which operands, not of FP8, CUDA wants to lie in memory with the contracted axes
+        first, as a kernel does, and x and dy for a product of their transposes. They must be views of such arrays, lest
+        XLA transpose them.
     """
     a_k, b_k = a.shape[a.ndim - k_axes :], b.shape[b.ndim - k_axes :]
     if a_k != b_k:

@@ -105,7 +105,7 @@ def layernorm_dense(
     x, gamma, beta, bias = arrays(x, gamma, beta, bias)
     if quantizers is None or quantizers.x.spec.calibrating:
         normed, past = norm_and_input(norm_options, x, gamma, beta, return_input)
-        y = dense(normed, kernel, bias, quantizers=quantizers)
+        y = dense(normed, kernel, bias, quantizers=quantizers, by_kernels=True)
         return (y, past) if return_input else y
     norm_options = check_norm("layernorm_dense", norm_options, x, gamma, beta)
     kernel, main_grad = unpacked("layernorm_dense", kernel)

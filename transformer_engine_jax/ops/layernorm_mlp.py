@@ -183,9 +183,11 @@ def layernorm_mlp(
         # XLA can't fuse the first bias and its gradient into the activation's kernels: each would be a pass of its own
         # over z. So the kernels add the one and sum the other, and the z that names[0] names is without its bias.
         in_product, in_activation = (bias_1, None) if fused is None else (None, bias_1)
-        z = checkpoint_name(dense(normed, kernel_1, in_product, quantizers=first), names[0])
+        by_kernels = fused is not None
+        z = checkpoint_name(dense(normed, kernel_1, in_product, quantizers=first, by_kernels=by_kernels), names[0])
         a = activation(z, activations, activation_params, in_activation)
-        return checkpoint_name(dense(a, kernels[1], bias_2, quantizers=second, residual=past), names[1])
+        y = dense(a, kernels[1], bias_2, quantizers=second, residual=past, by_kernels=by_kernels)
+        return checkpoint_name(y, names[1])
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
     dense_1, dense_2 = Dense.of(x, kernel_1, bias_1, 1, adds=adds_1), Dense.of(x, kernel_2, bias_2, 1, residual, adds_2)

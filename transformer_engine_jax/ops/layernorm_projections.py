@@ -136,7 +136,7 @@ def layernorm_projections(
     if quantizers is None or quantizers[0].x.spec.calibrating:
         (normed, past), results = norm_and_input(norm_options, x, gamma, beta, return_input), []
         for kernel, bias, of_product in zip(given, biases, quantizers or [None] * len(kernels), strict=True):
-            y = dense(normed, kernel, bias, quantizers=of_product)
+            y = dense(normed, kernel, bias, quantizers=of_product, by_kernels=norm_options is not None)
             stacked = split and y.ndim > normed.ndim
             results += [y[..., i, :] for i in range(y.shape[-2])] if stacked else [y]
         return results, past

@@ -1,0 +1,89 @@
+"""product: products of 16 bits by cuBLASLt, which reads operands as they lie, against dense in plain JAX."""
+
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import pytest
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.ops import product as module
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.gemm import gemm
+
+BOUND = {"bfloat16": 1e-2, "float16": 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    """The choice that one GPU makes."""
+    monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+# x, kernel, contracted axes
+SHAPES = {
+    "matrices": ((48, 64), (64, 40), 1),
+    "rows of two axes": ((4, 24, 64), (64, 3, 16), 1),
+    "two contracted axes": ((40, 4, 16), (4, 16, 24), 2),
+    "odd sizes": ((5, 7, 33), (33, 3, 9), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("added", ["", "bias", "residual", "bias and residual"])
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_is_dense(shapes, added, dtype):
+    x, kernel, k_axes = SHAPES[shapes]
+    result = (*x[: len(x) - k_axes], *kernel[k_axes:])
+    x, kernel, bias, residual = emulated.normal(1, x, kernel, kernel[k_axes:], result)
+    args = [jnp.asarray(x, dtype), jnp.asarray(kernel) / x.shape[-1] ** 0.5]
+    names = [name for name in ("bias", "residual") if name in added]
+    args += [jnp.asarray(bias)] if "bias" in names else []
+    args += [jnp.asarray(residual, dtype)] if "residual" in names else []
+
+    def run(by_kernels, x, kernel, *others):
+        return dense(x, kernel, k_axes=k_axes, by_kernels=by_kernels, **dict(zip(names, others)))
+
+    text = str(jax.make_jaxpr(partial(run, True))(*args))
+    assert "<kernel gemm:" in text and "<kernel gemm:" not in str(jax.make_jaxpr(partial(run, False))(*args))
+    testing.check_op(
+        partial(run, True), partial(run, False), tuple(args),
+        value_bound=BOUND[dtype], gradient_bound=BOUND[dtype], key=jax.random.key(0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("k_first", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_operands_may_lie_with_their_contracted_axes_first(k_first, dtype):
+    a, b = (jnp.asarray(x, dtype) for x in emulated.normal(2, (3, 16, 40), (24, 16, 40)))
+    run = lambda a, b: gemm(a, b, None, None, None, None, None, dtype=a.dtype, k_axes=2, k_first=k_first).d
+
+    @jax.jit
+    def as_they_lie(a, b):
+        """Of [k.., m..] where k comes first, so that the operand is a view."""
+        turned = [jnp.moveaxis(x, 0, -1) if name in k_first else x for name, x in (("a", a), ("b", b))]
+        given = [jnp.moveaxis(x, -1, 0) if name in k_first else x for name, x in zip("ab", turned)]
+        return run(*given)
+
+    expected = jnp.einsum("mij,nij->mn", *(x.astype(jnp.float32) for x in (a, b)), precision="highest")
+    for f in (jax.jit(run), as_they_lie):
+        testing.assert_close(f(a, b), expected, 1e-2 if dtype == "bfloat16" else 1e-5)
+
+
+def test_what_is_not_computed_here(monkeypatch):
+    x, kernel = jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((8, 4))
+    assert module.computes(x, kernel)
+    assert not module.computes(x.astype(jnp.float32), kernel)
+    assert not module.computes(x[:0], kernel)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not module.computes(x, kernel)
+
+
+def test_fp8_operands_lie_one_way_on_cuda():
+    if jax.default_backend() != "gpu":
+        pytest.skip("the CUDA handler's word")
+    a = jnp.zeros((16, 16), jnp.float8_e4m3fn)
+    with pytest.raises(Exception, match="te_gemm: k_first: expected nothing for FP8, got ab"):
+        gemm(a, a, None, None, None, None, None, dtype=jnp.bfloat16, k_first="ab").d.block_until_ready()
