@@ -96,7 +96,7 @@ class DotProductAttention(Fp8Module):
         [B, H, Sq, Sk], True is masked out. bias: likewise. cache_index: i32[] where keys and values are those of a KV
         cache, the place in it of the first query: see ops.attention.decode.
         """
-        self._check()
+        options = self.options()
         self._check_call(sequence_descriptor, bias, mask, cache_index)
         given = query
         query, key, value = unpack(type(self).__name__, (query, key, value), self.qkv_layout)
@@ -112,9 +112,9 @@ class DotProductAttention(Fp8Module):
             check_broadcast("mask", mask, query, key)  # also one that the mask type ignores
             where = dict(sequence_descriptor=sequence_descriptor if padded else None)
             where["context_parallel"] = context_parallel(self)
-            attend = partial(dot_product_attention, options=self.options(), quantizers=quantizers, **where)
+            attend = partial(dot_product_attention, options=options, quantizers=quantizers, **where)
         else:
-            attend = partial(decode_attention, options=self.options(), quantizers=quantizers, index=cache_index)
+            attend = partial(decode_attention, options=options, quantizers=quantizers, index=cache_index)
         context = (jax.checkpoint(attend) if self.checkpoint_core_attention else attend)(
             *([given] if in_one else [query, key, value]),
             mask=mask if padded else None,
@@ -127,7 +127,8 @@ class DotProductAttention(Fp8Module):
 
     @nn.nowrap
     def options(self) -> Attention:
-        """What the fields say of the attention."""
+        """What the fields say of the attention; ValueError where they can't be."""
+        self._check()
         return Attention(
             scale=1.0 / float(np.sqrt(self.head_dim)) if self.scale_factor is None else float(self.scale_factor),
             causal="causal" in self.attn_mask_type,

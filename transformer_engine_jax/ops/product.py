@@ -16,7 +16,7 @@ from transformer_engine_jax.ops.gemm import gemm
 
 
 def computes(x, kernel) -> bool:
-    """Whether it computes these: 16 bits, on one GPU. Over several, XLA hides collectives behind products of its own."""
+    """Whether it computes these: 16 bits, on one GPU; over several, XLA hides collectives behind its own products."""
     fits = x.dtype in (jnp.bfloat16, jnp.float16) and x.size > 0 and kernel.size > 0
     return fits and platform() == "gpu" and jax.device_count() == 1
 
