@@ -146,9 +146,11 @@ class DotProductAttention(Fp8Module):
         init = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
         return self.param("softmax_offset", init, (self.num_attention_heads,), jnp.float32)
 
+    @nn.nowrap
     def _error(self, text: str) -> ValueError:
         return ValueError(f"{type(self).__name__}: {text}")
 
+    @nn.nowrap
     def _check(self) -> None:
         one_of(self, "attn_mask_type", MASK_NAMES)
         one_of(self, "attn_bias_type", (None, *BIAS_TYPES))
