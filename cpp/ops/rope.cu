@@ -1,6 +1,7 @@
-// Rotary position embedding on CUDA: 2 s bytes a value of x, with s for its dtype. A thread takes the same few pairs of
-// several heads of one token, so that each cosine and sine, some 40 instructions, is made once and kept in registers,
-// with no shared memory and nothing to wait for. Neighbouring threads take neighbouring pairs, then neighbouring heads.
+// Rotary position embedding on CUDA: 2 s bytes a value that is turned, with s for its dtype. A thread takes the same
+// few pairs of several heads of one token, so that each cosine and sine, some 40 instructions, is made once and kept in
+// registers, with no shared memory and nothing to wait for. Neighbouring threads take neighbouring pairs, then
+// neighbouring heads.
 #include <algorithm>
 #include <type_traits>
 

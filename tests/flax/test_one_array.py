@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import steps
+from hopper import choose_as_on_hopper, choose_as_on_hopper_or_be_there
 from jax.sharding import PartitionSpec as P
 from steps import CURRENT, DELAYED
 
@@ -15,9 +16,8 @@ import transformer_engine_jax as te
 from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.flax import DotProductAttention, MultiHeadAttention, TransformerLayer
 from transformer_engine_jax.flax import attention as module_of_mha
-from transformer_engine_jax.ops.attention import backends, cudnn, flash
+from transformer_engine_jax.flax.attention_stages import in_one_array, rotations
 
-GPU = jax.default_backend() == "gpu"
 B, S, H, D = 2, 32, 4, 16
 HIDDEN = H * D
 X, QKV = (jnp.asarray(x, jnp.bfloat16) for x in emulated.normal(11, (B, S, HIDDEN), (B, S, 3, H, D)))
@@ -27,18 +27,9 @@ RECIPES = {"bf16": None, "delayed": DELAYED, "current": CURRENT}
 BOUND = {"bf16": 2e-2, "delayed": 4e-2, "current": 4e-2}
 
 
-def choose_as_on_hopper(monkeypatch):
-    monkeypatch.setattr(backends, "platform", lambda: "gpu")
-    for module in (backends, cudnn):
-        monkeypatch.setattr(module, "missing", lambda: "")
-
-
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch):
-    if not GPU:
-        choose_as_on_hopper(monkeypatch)
-    elif flash.missing():
-        pytest.skip(flash.missing())
+    choose_as_on_hopper_or_be_there(monkeypatch)
 
 
 def kernels(f, *args) -> str:
@@ -104,10 +95,10 @@ def test_a_layer_has_one_product_and_no_copies():
 )
 def test_what_is_done_to_parts_takes_them_apart(fields, call, rec):
     module = MHA(**fields)
-    decide = module_of_mha.in_one_array
+    decide = in_one_array
     with steps.autocast(rec):
         core = module._core_attention(parent=None).options()
-        turns = module_of_mha.rotations(module, call.get("rotary_pos_emb"))
+        turns = rotations(module, call.get("rotary_pos_emb"))
         assert not decide(module, core, X, turns, [call.get("bias")])
         assert decide(MHA(), core, X, (None, None), [None]) == (rec is None and not fields.get("softmax_type"))
 

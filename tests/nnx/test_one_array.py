@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import pytest
 import steps
 import twins
+from hopper import choose_as_on_hopper_or_be_there
 from steps import DELAYED
 
 import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import flax as te_flax
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.attention import backends, cudnn, flash
 
 K, H, D = 64, 4, 16
 X = jnp.asarray(*emulated.normal(12, (2, 32, K)), jnp.bfloat16)
@@ -19,12 +19,7 @@ X = jnp.asarray(*emulated.normal(12, (2, 32, K)), jnp.bfloat16)
 
 @pytest.mark.parametrize("rec", [None, DELAYED], ids=["bf16", "delayed"])
 def test_is_the_linen_twin(rec, monkeypatch):
-    if jax.default_backend() != "gpu":
-        monkeypatch.setattr(backends, "platform", lambda: "gpu")
-        for module in (backends, cudnn):
-            monkeypatch.setattr(module, "missing", lambda: "")
-    elif flash.missing():
-        pytest.skip(flash.missing())
+    choose_as_on_hopper_or_be_there(monkeypatch)
     fields = dict(use_bias=True, attn_mask_type="causal", enable_rotary_pos_emb=True)
     linen = te_flax.MultiHeadAttention(D, H, **fields)
     model = twins.make(te_nnx.MultiHeadAttention, K, head_dim=D, num_attention_heads=H, **fields)

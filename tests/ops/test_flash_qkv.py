@@ -10,16 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import choose_as_on_hopper_or_be_there
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import (
     Attention,
     SequenceDescriptor,
-    backends,
     cudnn,
     dot_product_attention,
-    flash,
 )
 from transformer_engine_jax.ops.attention.flash_qkv import (
     attention_qkv_bwd,
@@ -36,14 +35,7 @@ KEY = jax.random.key(0)
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch):
-    """The choice that a Hopper GPU makes."""
-    if GPU:
-        if flash.missing():
-            pytest.skip(flash.missing())
-        return
-    monkeypatch.setattr(backends, "platform", lambda: "gpu")
-    for module in (backends, cudnn):
-        monkeypatch.setattr(module, "missing", lambda: "")
+    choose_as_on_hopper_or_be_there(monkeypatch)
 
 
 def inputs(dtype="bfloat16", size=D, tokens=S):

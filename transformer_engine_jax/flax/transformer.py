@@ -11,7 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.flax.attention import MultiHeadAttention, adapts
+from transformer_engine_jax.flax.attention import MultiHeadAttention
+from transformer_engine_jax.flax.attention_stages import adapts
 from transformer_engine_jax.flax.base import check_common, check_dims, check_positive, check_rate, one_of
 from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.flax.mlp import LayerNormMLP

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.attention import (
+from transformer_engine_jax.flax.attention_stages import (
     CHECKPOINT_NAMES,
     QK_NORMS,
     SCOPES,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_engine_jax.flax.attention import adapts
+from transformer_engine_jax.flax.attention_stages import adapts
 from transformer_engine_jax.flax.transformer import (
     TransformerLayerType,
     attended_length,
