@@ -228,7 +228,9 @@ void others(int64_t tokens, int64_t features, DType dtype) {
     const In frequencies = m.in(kF32, {features / 4}), positions = m.in(DType::S32, {tokens});
     check("rope_rotate",
           RopeRotate(nullptr, x, frequencies, positions, m.out(dtype, {tokens, 3, features}), {group, true}));
-    check("rope_rotate_qkv", RopeRotateQkv(nullptr, qkv, frequencies, positions, Out(qkv), {group, false}));
+    for (const Out& y : {Out(qkv), m.out(dtype, {tokens, 3, 2, features})}) {
+      check("rope_rotate_qkv", RopeRotateQkv(nullptr, qkv, frequencies, positions, y, {group, false}));
+    }
   }
   const In scores = m.in(dtype, {2, 3, tokens, features}), offset = m.in(kF32, {2, 3});
   const Out rest = m.out(kF32, {2, 3, tokens});

@@ -274,9 +274,10 @@ def test_wrong_numbers_of_buffers_and_attributes_raise():
 
 
 def test_every_target_has_a_handler_on_every_platform():
-    of_cudnn = {"te_attention_fwd", "te_attention_fp8_fwd", "te_attention_bwd"}  # elsewhere their references run
+    of_cudnn = {f"te_attention_{name}" for name in ("fwd", "bwd", "fp8_fwd", "qkv_fwd", "qkv_bwd")}  # else references
     for platform, targets in HANDLERS.items():
         assert set(targets) - of_cudnn == set(HANDLERS["cpu"]), platform
+        assert not set(targets) & of_cudnn or set(targets) >= of_cudnn, platform
 
 
 def test_empty_tensors():

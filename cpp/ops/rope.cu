@@ -116,11 +116,12 @@ __global__ void __launch_bounds__(256) rope_rotate(const Rope a) {
   const int64_t row = token * a.shape.heads * a.shape.features;
   const T* x = static_cast<const T*>(a.x) + row;
   T* y = static_cast<T*>(a.y) + row;
-  for (int64_t head = slice; head < a.shape.turned; head += kHeads * a.slices) {
+  const int64_t heads = a.y == a.x ? a.shape.turned : a.shape.heads;
+  for (int64_t head = slice; head < heads; head += kHeads * a.slices) {
     Run<T, kWidth> run[kHeads][kParts];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      if (head + h * a.slices >= a.shape.turned) continue;
+      if (head + h * a.slices >= heads) continue;
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
         run[h][p] = load_run<kWidth>(x + (head + h * a.slices) * a.shape.features + begin[p]);
@@ -128,8 +129,8 @@ __global__ void __launch_bounds__(256) rope_rotate(const Rope a) {
     }
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      if (head + h * a.slices >= a.shape.turned) continue;
-      if (rotating) rotate<T, kWidth, kParts>(run[h], turns);
+      if (head + h * a.slices >= heads) continue;
+      if (rotating && head + h * a.slices < a.shape.turned) rotate<T, kWidth, kParts>(run[h], turns);
 #pragma unroll
       for (int p = 0; p < kParts; ++p) {
         store_run<kWidth>(y + (head + h * a.slices) * a.shape.features + begin[p], run[h][p]);
@@ -144,7 +145,7 @@ template <typename T, int kWidth, int kParts>
 ffi::Error launch_rope(cudaStream_t stream, Rope a) {
   const Units<kWidth, kParts> units(a.shape);
   const int64_t threads = a.shape.tokens * units.all;
-  if (threads * a.shape.turned == 0) return ffi::Error::Success();
+  if (threads * a.shape.heads == 0) return ffi::Error::Success();
   // 8 heads a thread make cosines and sines cheap; fewer where the GPU would not be full: 4 times, so that it ends
   // full.
   const int64_t full = int64_t{4} * 2048 * current_device().multiprocessors;

@@ -2,7 +2,8 @@
 // gradient too.
 //
 //   rope_rotate:     x[tokens.., H, D], frequencies f32[F], positions s32[tokens..] -> y as x
-//   rope_rotate_qkv: x[tokens.., 3, H, D], ... -> y, the buffer of x: queries and keys are turned, values stay
+//   rope_rotate_qkv: x[tokens.., 3, H, D], ... -> y as x, with queries and keys turned: in the buffer of x, or with the
+//                    values copied where XLA gives another, as it does for the slices of a loop
 //
 // Turns F pairs of features of each head by position * frequency, or back where `inverse`. `group` tells which:
 // "consecutive" the pairs (2i, 2i + 1), "alternate" the pairs (i, i + F). Features from 2 F on pass unchanged. The
@@ -43,7 +44,6 @@ inline RopeShape check_rope_rotate(Check& check, const In& x, const In& frequenc
   if (parts > 1) {
     const auto dims = x.dimensions();
     check.that(dims[dims.size() - 3] == parts, "x", "[tokens.., 3, H, D]", x);
-    check.that(y->untyped_data() == x.untyped_data(), "y", "the buffer of x", "another");
   }
   return {m.rows, heads, parts == 1 ? heads : heads / parts * 2, features, pairs};
 }

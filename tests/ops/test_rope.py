@@ -176,6 +176,14 @@ def test_what_is_turned_in_place_is_copied_where_it_is_still_needed():
     testing.assert_close(turned[:, :, 0], complex_rope(2 * qkv[:, :, 0]), F32)
 
 
+def test_slices_of_a_loop_are_turned_where_the_result_lies():
+    """On a GPU XLA makes no copy of a slice, whatever buffer the result should take: values must be copied."""
+    x, frequencies = jnp.asarray(emulated.normal(11, (4, B, 5, 3, H, D))[0]), rope_frequencies(D)
+    got = jax.jit(lambda x: jax.lax.map(lambda one: rope_qkv(one, frequencies), x))(x)
+    testing.assert_same_bytes(got, jnp.stack([rope_qkv(one, frequencies) for one in x]))
+    np.testing.assert_array_equal(got[:, :, :, 2], x[:, :, :, 2])
+
+
 def test_a_sharded_sequence_keeps_its_positions():
     x, frequencies = jnp.asarray(X), rope_frequencies(D)
     mesh = testing.mesh_of((2, 4), ("data", "context"))
@@ -292,11 +300,7 @@ def test_malformed_calls_raise(argument, wrong):
         call_handler("rope_rotate", operands, results, {"group": group, "inverse": False})
 
 
-@pytest.mark.parametrize(
-    "shape, message",
-    [((6, 2, 2, 8), r"x: expected \[tokens.., 3, H, D\]"), ((6, 3, 2, 8), "y: expected the buffer of x")],
-)
-def test_malformed_calls_of_one_array_raise(shape, message):
-    operands, results = OPERANDS | {"x": (shape, jnp.float32)}, {"y": (shape, jnp.float32)}
-    with pytest.raises(Exception, match=f"te_rope_rotate_qkv: {message}"):
+def test_malformed_calls_of_one_array_raise():
+    operands, results = OPERANDS | {"x": ((6, 2, 2, 8), jnp.float32)}, {"y": ((6, 2, 2, 8), jnp.float32)}
+    with pytest.raises(Exception, match=r"te_rope_rotate_qkv: x: expected \[tokens.., 3, H, D\]"):
         call_handler("rope_rotate_qkv", operands, results, {"group": "alternate", "inverse": False})
