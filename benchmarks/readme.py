@@ -1,4 +1,4 @@
-"""Writes README's performance tables from the committed results in benchmarks/results."""
+"""Writes the tables of README.md and benchmarks/README.md from the committed results in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from benchmarks.shapes import SHAPES, Shape
 
 ROOT = pathlib.Path(__file__).parent.parent
-README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- end -->"
 
 # The columns of each benchmark's table: title -> a row's text.
@@ -113,7 +113,7 @@ def table(columns: Columns, rows: Iterable[dict]) -> str:
 
 def section(document: dict) -> str:
     """One result: what was run on what, and its rows."""
-    title, columns = TABLES[document["benchmark"]]
+    _, columns = TABLES[document["benchmark"]]
     done = [row for row in document["rows"] if "skipped" not in row]
     skipped = sorted({row["contender"] for row in document["rows"] if "skipped" in row})
     versions = document["versions"]
@@ -121,8 +121,8 @@ def section(document: dict) -> str:
     libraries = ", ".join(f"{name} {v}" for name in said if (v := versions.get(name) or versions.get(f"nvidia-{name}")))
     commit = f", at commit {document['commit']}" if document.get("commit") else ""
     count = max(row.get("devices", 1) for row in document["rows"])
-    devices = "one" if count == 1 else str(count)
-    head = f"**{title}**: {devices} {document['device']}, {libraries}; `{document['command']}`{commit}."
+    devices = "One" if count == 1 else str(count)
+    head = f"{devices} {document['device']}, {libraries}; `{document['command']}`{commit}."
     if skipped:
         head += f" Not run here: {', '.join(skipped)}."
     return f"{head}\n\n{table(columns, done)}\n"
@@ -142,9 +142,14 @@ def at_a_glance(documents: list[dict]) -> str:
             return ""
         return f"{row['ms']:.3g} ms" + (f", x{row['speedup']:.2f}" if row["contender"] != "flax" else "")
 
+    def temporaries(rows: dict[str, dict]) -> str:
+        of = [rows.get(contender, {}).get("temp_gib") for contender in ("flax", "te-bf16", "te-delayed")]
+        return ", ".join("" if gib is None else f"{gib:.2f}" for gib in of) + " GiB"
+
     columns: Columns = {"layer": lambda config: f"{config}: {_in_words(SHAPES[config])}"}
     for title, contender in GLANCE.items():
         columns[title] = lambda config, contender=contender: cell(measured[config].get(contender))
+    columns["temporaries: Flax, ours in bf16, in FP8"] = lambda config: temporaries(measured[config])
     return table(columns, [config for config in SHAPES if config in measured]) + "\n" if measured else ""
 
 
@@ -153,25 +158,27 @@ def _in_words(shape: Shape) -> str:
     return f"{shape.batch} x {shape.seq} tokens of {shape.hidden}, MLP {shape.mlp}, {heads}"
 
 
-def render(results: pathlib.Path = RESULTS) -> str:
-    """What stands between the markers: the layers at a glance; folded away, each result, by benchmark and file name."""
-    documents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    documents.sort(key=lambda document: list(TABLES).index(document["benchmark"]))
-    if not documents:
-        return "No results are committed yet; `python -m benchmarks layer` measures on the machine at hand.\n"
-    parts = [at_a_glance(documents)]
+def all_results(documents: list[dict]) -> str:
+    """A table for each result, by benchmark and file name."""
+    parts = []
     for benchmark, group in itertools.groupby(documents, key=lambda document: document["benchmark"]):
-        sections = "\n".join(section(document) for document in group)
-        parts.append(f"<details><summary>{TABLES[benchmark][0]}</summary>\n\n{sections}\n</details>\n")
+        parts += [f"## {TABLES[benchmark][0]}\n", *(section(document) for document in group)]
     return "\n".join(parts)
 
 
-def written(text: str, results: pathlib.Path = RESULTS) -> str:
-    """README's text with its performance tables as the results say."""
+# The pages, and what stands between their markers.
+PAGES = {ROOT / "README.md": at_a_glance, ROOT / "benchmarks" / "README.md": all_results}
+
+
+def written(text: str, render: Callable[[list[dict]], str], results: pathlib.Path = RESULTS) -> str:
+    """A page's text with its tables as the results say."""
+    documents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    documents.sort(key=lambda document: list(TABLES).index(document["benchmark"]))
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}{render(results)}{END}{after}"
+    return f"{before}{BEGIN}{render(documents)}{END}{after}"
 
 
 def write() -> None:
-    README.write_text(written(README.read_text()))
+    for page, render in PAGES.items():
+        page.write_text(written(page.read_text(), render))

@@ -229,9 +229,10 @@ def test_names_of_contenders():
         command.chosen(["torch"], peers.CONTENDERS)
 
 
-def test_readme_says_what_the_results_say():
-    text = readme.README.read_text()
-    assert readme.written(text) == text, "run `python -m benchmarks readme`"
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: str(page.relative_to(readme.ROOT)))
+def test_pages_say_what_the_results_say(page):
+    text = page.read_text()
+    assert readme.written(text, readme.PAGES[page]) == text, "run `python -m benchmarks readme`"
 
 
 def test_results_become_tables(tmp_path, monkeypatch):
@@ -241,8 +242,12 @@ def test_results_become_tables(tmp_path, monkeypatch):
     busy = [{**ran, "ms": 18.1, "speedup": 1.75}, {**ran, "contender": "flax", "ms": 31.4, "speedup": 1}]
     monkeypatch.setattr("sys.argv", ["benchmarks", "layer", "--turn", "0.2"])
     report.save(tmp_path / "a.json", "layer", busy)
-    text = readme.written(f"before {readme.BEGIN}old{readme.END} after", tmp_path)
-    assert text.startswith("before ") and text.endswith(" after") and "old" not in text
-    assert "| gpt | te-delayed | 18.4 | 2% | 1.70 |  |  | 3.0 | 1.50 |" in text and "Not run here: nvidia-bf16." in text
-    assert "MLP 16384, 32 heads | 31.4 ms |  | 18.1 ms, x1.75 |  |" in text.split("<details>")[0]
+    glance, full = (
+        readme.written(f"before {readme.BEGIN}old{readme.END} after", render, tmp_path)
+        for render in (readme.at_a_glance, readme.all_results)
+    )
+    for text in (glance, full):
+        assert text.startswith("before ") and text.endswith(" after") and "old" not in text
+    assert "| gpt | te-delayed | 18.4 | 2% | 1.70 |  |  | 3.0 | 1.50 |" in full and "Not run here: nvidia-bf16." in full
+    assert "MLP 16384, 32 heads | 31.4 ms |  | 18.1 ms, x1.75 |  | 1.50, , 1.50 GiB |" in glance
     assert layer.line(ran | {"tflop_per_s": 1.0, "trace_s": 1.0})
