@@ -55,7 +55,8 @@ def interleaved(
     Python starts the next call while the device computes; what a turn's first and last call wait for each other must
     not count as theirs. A `Repeated` counts as the calls that it makes. In turns of 0.2 s a GPU is as slow as its power
     limit makes it for each contender alone; in short ones, as for all together. Each round has an order of its own, the
-    same in every run: a contender finds the GPU as warm as the one before left it.
+    same in every run: a contender finds the GPU as warm as the one before left it. A first round, which finds it cool,
+    does not count.
     """
     shortest = float("inf")
     for call in calls.values():
@@ -66,14 +67,15 @@ def interleaved(
     calls_per_round = max(calls_per_round, min(math.ceil(turn / shortest), math.ceil(100 * turn / TURN)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(0)
-    for _ in range(max(rounds, 2)):
+    for round in range(-1, max(rounds, 2)):
         for name, call in order.sample(list(calls.items()), len(calls)):
             began = time.perf_counter()
             for _ in range(calls_per_round):
                 out = call()
             jax.block_until_ready(out)
             count = calls_per_round * getattr(call, "count", 1)
-            samples[name].append((time.perf_counter() - began) / count * 1e3)
+            if round >= 0:
+                samples[name].append((time.perf_counter() - began) / count * 1e3)
             del out
     return {name: Timing.of(times) for name, times in samples.items()}
 

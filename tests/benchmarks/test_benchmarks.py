@@ -60,7 +60,8 @@ def test_a_turn_is_as_long_as_asked():
         return call
 
     timings = interleaved({"slow": waits("slow", 0.01), "quick": waits("quick", 0.005)}, rounds=2, turn=0.1)
-    assert 3 + 2 * 5 < counts["slow"] == counts["quick"] <= 3 + 2 * 21  # 0.1 s of the quick one; 3 calls are not timed
+    # 0.1 s of the quick one in each of 3 rounds, and 3 calls before
+    assert 3 + 3 * 5 < counts["slow"] == counts["quick"] <= 3 + 3 * 21
     assert 5 <= timings["quick"].median < timings["slow"].median
 
 
@@ -72,10 +73,20 @@ def test_rounds_differ_in_order_and_runs_do_not():
         rounds = turns[9:]  # 3 calls each are not timed
         return [tuple(rounds[i : i + 3]) for i in range(0, len(rounds), 3)]
 
-    assert len(orders()) == 8 and all(sorted(order) == ["a", "b", "c"] for order in orders())
+    assert len(orders()) == 9 and all(sorted(order) == ["a", "b", "c"] for order in orders())
     assert len(set(orders())) > 3
     assert {order[order.index("b") - 1] for order in orders() if order[0] != "b"} == {"a", "c"}
     assert orders() == orders()
+
+
+def test_the_first_round_finds_a_cool_gpu_and_does_not_count():
+    def slows_down():
+        done.append(0.0 if len(done) < 3 + 4 else 0.01)
+        time.sleep(done[-1])
+
+    done = []
+    assert interleaved({"one": slows_down}, rounds=3, calls_per_round=4, turn=0.0)["one"].median >= 10
+    assert len(done) == 3 + 4 * 4
 
 
 def test_every_contender_computes_the_same_layer():
