@@ -8,6 +8,7 @@ python -m benchmarks accumulation
 python -m benchmarks precision
 python -m benchmarks train --steps 300
 python -m benchmarks sharded --config llama
+python -m benchmarks memory --config llama
 python -m benchmarks profile --config gpt --against te-delayed
 python -m benchmarks readme
 """
@@ -24,6 +25,7 @@ from benchmarks import (
     gemm,
     kernels,
     layer,
+    memory,
     peers,
     precision,
     profile,
@@ -44,6 +46,7 @@ MODULES = {
     "kernels": kernels,
     "train": train,
     "sharded": sharded,
+    "memory": memory,
 }
 LAYERS = ["flax", "flax-fp8", "te", "nvidia"]
 
@@ -86,7 +89,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             add("--against", nargs="+", metavar="NAMES", help="contenders, separated by spaces or commas")
         if name == "train":
             train.add_arguments(command)
-        else:
+        elif name != "memory":
             add("--rounds", type=int, default=12, help="in each of which every contender runs")
             add("--calls", type=int, default=5, help="of each contender in a round")
             add("--turn", type=float, default=TURN, metavar="SECONDS", help="that it runs in a round at least")
@@ -110,6 +113,8 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
         return train.run(args.config, chosen(args.against or train.DEFAULT, peers.CONTENDERS), train.Options.of(args))
     if args.what == "accumulation":
         return accumulation.run(args.lengths, args.size)
+    if args.what == "memory":
+        return memory.run(args.config, chosen(args.against or memory.DEFAULT, peers.CONTENDERS))
     timing = {"rounds": args.rounds, "calls_per_round": args.calls, "turn": args.turn}
     if args.what == "precision":
         return precision.run(args.tokens, **timing)

@@ -15,6 +15,7 @@ import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 from benchmarks.shapes import Shape
 from transformer_engine_jax import recipe
+from transformer_engine_jax.decisions import platform
 from transformer_engine_jax.ops.rope import rope, rope_frequencies
 
 
@@ -47,7 +48,7 @@ class FlaxLayer(nn.Module):
         if s.rope:
             frequencies = rope_frequencies(s.head)
             q, k = rope(q, frequencies, group="alternate"), rope(k, frequencies, group="alternate")
-        implementation = "cudnn" if jax.default_backend() == "gpu" else None
+        implementation = "cudnn" if platform() == "gpu" else None
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
         x = x + product(y, s.hidden, axis=(-2, -1))
         y = norm(x)

@@ -102,6 +102,17 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
         },
     ),
+    "memory": (
+        "Memory of one Transformer layer's step, compiled without a GPU",
+        {
+            "config": lambda r: r["config"],
+            "layer": lambda r: r["contender"],
+            "for": lambda r: r["compiled_for"],
+            "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
+            "in GiB": lambda r: f"{r['argument_gib']:.2f}",
+            "out GiB": lambda r: f"{r['output_gib']:.2f}",
+        },
+    ),
 }
 GLANCE = {"Flax bf16": "flax", "ours, bf16": "te-bf16", "delayed FP8": "te-delayed", "current FP8": "te-current"}
 

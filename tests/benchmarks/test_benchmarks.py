@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import compare, floor, gemm, kernels, layer, peers, readme, report, sharded
+from benchmarks import compare, floor, gemm, kernels, layer, memory, peers, readme, report, sharded
 from benchmarks.shapes import SHAPES, products
 from benchmarks.timing import Timing, interleaved
 from examples.gpt.data import load
@@ -230,6 +230,22 @@ def test_sharded_is_the_layer(tmp_path, monkeypatch):
         assert row["devices"] == 1 or max(row["output_off"], row["gradients_off"]) < bound, row
     with pytest.raises(SystemExit, match="expected 2 devices or more, got 1"):
         command.main(["sharded", "--config", "tiny", "--devices", "1"])
+
+
+def test_memory_is_compiled_for_or_says_what_lacks(tmp_path):
+    """With the CUDA plugin and module, on a GPU machine or not, for an H200; here, without."""
+    argv = ["memory", "--config", "tiny", "--against", "flax,te-delayed"]
+    try:
+        memory.mesh_of_an_h200()
+    except SystemExit as error:
+        assert "pip install" in str(error) or "TE_CUDA=ON" in str(error)
+        with pytest.raises(SystemExit, match="benchmarks memory: expected "):
+            command.main(argv)
+        return
+    flax, ours = rows_of(tmp_path, *argv)
+    for row in (flax, ours):
+        assert row["temp_gib"] > 0 and row["argument_gib"] > row["output_gib"] / 2 > 0, row
+    assert ours["temp_gib"] != flax["temp_gib"]
 
 
 def test_names_of_contenders():
