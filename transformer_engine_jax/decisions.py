@@ -22,6 +22,12 @@ def platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def devices() -> int:
+    """How many a step may span, at trace time: those of the mesh in force, without one all of JAX's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() if mesh.empty else mesh.size
+
+
 def compute_capabilities() -> list[float]:
     """Of the GPUs here, such as 9.0 for Hopper; none where there is no GPU to ask, and a choice is made for another."""
     try:

@@ -14,6 +14,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transformer_engine_jax.decisions import devices
+
 
 def _is_array(x) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
@@ -103,7 +105,7 @@ def all_at_once(*values):
     (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices the
     order is left to it: there it hides the collectives of one gradient behind the products of others.
     """
-    if jax.device_count() > 1:
+    if devices() > 1:
         return values
     leaves, tree = jax.tree.flatten(values)
     return jax.tree.unflatten(tree, all_at_once_p.bind(*leaves))

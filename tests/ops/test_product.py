@@ -79,6 +79,10 @@ def test_what_is_not_computed_here(monkeypatch):
     assert not module.computes(x[:0], kernel)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not module.computes(x, kernel)
+    for size in (2, 1):  # the mesh in force counts, also where it is not of this machine's devices
+        monkeypatch.setattr(jax, "device_count", lambda size=size: 3 - size)
+        with jax.set_mesh(testing.mesh_of((size,), ("data",))):
+            assert module.computes(x, kernel) == (size == 1)
 
 
 if jax.default_backend() == "gpu":  # elsewhere there is no handler that would mind

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.decisions import platform
+from transformer_engine_jax.decisions import devices, platform
 from transformer_engine_jax.differentiable import all_at_once, differentiable
 from transformer_engine_jax.ops.gemm import gemm
 
@@ -18,7 +18,7 @@ from transformer_engine_jax.ops.gemm import gemm
 def computes(x, kernel) -> bool:
     """Whether it computes these: 16 bits, on one GPU; over several, XLA hides collectives behind its own products."""
     fits = x.dtype in (jnp.bfloat16, jnp.float16) and x.size > 0 and kernel.size > 0
-    return fits and platform() == "gpu" and jax.device_count() == 1
+    return fits and platform() == "gpu" and devices() == 1
 
 
 def _last(x, axes: int) -> jax.Array:
