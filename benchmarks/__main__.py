@@ -89,7 +89,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             add("--against", nargs="+", metavar="NAMES", help="contenders, separated by spaces or commas")
         if name == "train":
             train.add_arguments(command)
-        elif name != "memory":
+        elif name == "memory":
+            add("--layers", type=int, default=0, help="of a training step (default: the gradients of one layer alone)")
+        else:
             add("--rounds", type=int, default=12, help="in each of which every contender runs")
             add("--calls", type=int, default=5, help="of each contender in a round")
             add("--turn", type=float, default=TURN, metavar="SECONDS", help="that it runs in a round at least")
@@ -114,7 +116,7 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
     if args.what == "accumulation":
         return accumulation.run(args.lengths, args.size)
     if args.what == "memory":
-        return memory.run(args.config, chosen(args.against or memory.DEFAULT, peers.CONTENDERS))
+        return memory.run(args.config, chosen(args.against or memory.DEFAULT, peers.CONTENDERS), args.layers)
     timing = {"rounds": args.rounds, "calls_per_round": args.calls, "turn": args.turn}
     if args.what == "precision":
         return precision.run(args.tokens, **timing)

@@ -1,4 +1,4 @@
-"""What one Transformer layer's step needs of an H200's memory, compiled where there is none.
+"""What a layer's step, or a training step of several, needs of an H200's memory, compiled where there is none.
 
 JAX's CUDA plugin compiles without a GPU or its driver: `pip install "jax[cuda13]"` beside a build with TE_CUDA=ON. Of
 ours it says what an H200 measures; in Flax's layer XLA would choose products by timing them, and with them temporaries.
@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import train
 from benchmarks.layer import gradients
 from benchmarks.peers import CONTENDERS
 from benchmarks.shapes import SHAPES, Shape
+from examples.gpt.training import adamw
 from transformer_engine_jax.handlers import HANDLERS
 
 DEFAULT = ["flax", "te"]
@@ -56,28 +58,40 @@ def mesh_of_an_h200() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(topology.devices), ("device",))
 
 
-def compiled(name: str, shape: Shape, mesh: jax.sharding.Mesh):
-    """A layer's step as benchmarks.layer times it, compiled for the mesh's device."""
+def compiled(name: str, shape: Shape, layers: int, mesh: jax.sharding.Mesh):
+    """A layer's step as benchmarks.layer times it, or a training step of layers, compiled for the mesh's device."""
     layer, context = CONTENDERS[name](shape)
-    x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
     key = jax.random.key(0)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = dict(in_shardings=everywhere, out_shardings=everywhere)
+    x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
+    tokens = jax.ShapeDtypeStruct((shape.batch, shape.seq), jnp.int32)
+    model, of_model = (train.Decoder(shape, layers, name), tokens) if layers else (layer, x)
     with context():
-        variables = nn.unbox(jax.eval_shape(lambda x: layer.init(key, x), x))
-        state, params = flax.core.pop(variables, "params")
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        variables = nn.unbox(jax.eval_shape(lambda x: model.init(key, x), of_model))
+        if layers:
+            optimizer = adamw(1e-4, 10, 100)
+            windows = jax.ShapeDtypeStruct((shape.batch, shape.seq + 1), jnp.uint8)
+            step = train.step(model, optimizer, **placed)
+            args = variables, jax.eval_shape(optimizer.init, variables["params"]), windows
+        else:
+            state, params = flax.core.pop(variables, "params")
+            step, args = jax.jit(gradients(layer), **placed), (params, state, x, x)
         with jax.set_mesh(mesh):
-            step = jax.jit(gradients(layer), in_shardings=everywhere, out_shardings=everywhere)
-            return step.lower(params, state, x, x).compile({"xla_gpu_autotune_level": 0})
+            return step.lower(*args).compile({"xla_gpu_autotune_level": 0})
 
 
-def run(configs: list[str], against: list[str]) -> Iterator[dict]:
-    """A row for each config and contender: GiB of temporaries, of what goes in and of what comes out."""
+def run(configs: list[str], against: list[str], layers: int = 0) -> Iterator[dict]:
+    """A row for each config and contender: GiB of temporaries, of what goes in and of what comes out.
+
+    layers: how many a training step has, which updates its parameters in place; 0: one layer's gradients alone.
+    """
     mesh = mesh_of_an_h200()
     for config in configs:
         for name in against:
             began = time.perf_counter()
-            memory = compiled(name, SHAPES[config], mesh).memory_analysis()
-            row = {"config": config, "contender": name, "compiled_for": "NVIDIA H200"}
+            memory = compiled(name, SHAPES[config], layers, mesh).memory_analysis()
+            row = {"config": config, "contender": name, "layers": layers, "compiled_for": "NVIDIA H200"}
             row["compile_s"] = time.perf_counter() - began
             for what in ("temp", "argument", "output"):
                 row[f"{what}_gib"] = getattr(memory, f"{what}_size_in_bytes") / 2**30

@@ -103,9 +103,9 @@ TABLES: dict[str, tuple[str, Columns]] = {
         },
     ),
     "memory": (
-        "Memory of one Transformer layer's step, compiled without a GPU",
+        "Memory of a step, compiled without a GPU",
         {
-            "config": lambda r: r["config"],
+            "config": lambda r: f"{r['layers']} layers of {r['config']}, trained" if r["layers"] else r["config"],
             "layer": lambda r: r["contender"],
             "for": lambda r: r["compiled_for"],
             "temp GiB": lambda r: f"{r['temp_gib']:.2f}",

@@ -79,26 +79,35 @@ class Run(NamedTuple):
     compile_s: float
 
 
-def train(name: str, shape: Shape, options: Options, seed: int, data: Data) -> Run:
-    model = Decoder(shape, options.layers, name)
-    optimizer = adamw(options.lr or 0.2 / shape.hidden, options.steps // 10, options.steps)
-    windows = lambda step: jnp.asarray(data.train_batch(seed, step, shape.batch, shape.seq))
+def step(model: nn.Module, optimizer: optax.GradientTransformation, **options):
+    """Jitted: (variables, moments, windows u8[B, S + 1]) -> (variables, moments, loss), in place of the first two.
+
+    options: of jax.jit.
+    """
 
     def loss(variables, windows):
         tokens = windows.astype(jnp.int32)
         return cross_entropy(model.apply(variables, tokens[:, :-1]), tokens[:, 1:])
 
-    def step(variables, moments, windows):
+    def run(variables, moments, windows):
         value, grads = jax.value_and_grad(loss)(variables, windows)
         updates, moments = optimizer.update(grads["params"], moments, variables["params"])
         return {**grads, "params": optax.apply_updates(variables["params"], updates)}, moments, value
+
+    return jax.jit(run, donate_argnums=(0, 1), **options)
+
+
+def train(name: str, shape: Shape, options: Options, seed: int, data: Data) -> Run:
+    model = Decoder(shape, options.layers, name)
+    optimizer = adamw(options.lr or 0.2 / shape.hidden, options.steps // 10, options.steps)
+    windows = lambda step: jnp.asarray(data.train_batch(seed, step, shape.batch, shape.seq))
 
     with CONTENDERS[name](shape).context():
         init = jax.jit(lambda key, tokens: nn.unbox(model.init(key, tokens)))
         variables = flax.core.unfreeze(init(jax.random.key(seed), windows(0)[:, :-1].astype(jnp.int32)))
         moments = jax.jit(optimizer.init)(variables["params"])
         began = time.perf_counter()
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(variables, moments, windows(0)).compile()
+        compiled = step(model, optimizer).lower(variables, moments, windows(0)).compile()
         compile_s = time.perf_counter() - began
     losses, times, pending = [], [], deque()
     began = time.perf_counter()

@@ -246,6 +246,8 @@ def test_memory_is_compiled_for_or_says_what_lacks(tmp_path):
     for row in (flax, ours):
         assert row["temp_gib"] > 0 and row["argument_gib"] > row["output_gib"] / 2 > 0, row
     assert ours["temp_gib"] != flax["temp_gib"]
+    (trained,) = rows_of(tmp_path, *argv[:3], "--against", "te-delayed", "--layers", "2")
+    assert trained["argument_gib"] > 2 * 3 * ours["argument_gib"]  # two layers, and two moments for each parameter
 
 
 def test_names_of_contenders():
