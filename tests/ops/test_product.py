@@ -72,6 +72,33 @@ def test_operands_may_lie_with_their_contracted_axes_first(k_first, dtype):
         testing.assert_close(f(a, b), expected, 1e-2 if dtype == "bfloat16" else 1e-5)
 
 
+# rows, inputs, outputs, dtype of the kernel -> that of its gradient as the product yields it
+@pytest.mark.parametrize(
+    "m, k, n, kernel, expected",
+    [
+        (66, 32, 96, "float32", "float32"),
+        (16, 32, 32, "float32", "float32"),
+        (64, 32, 96, "bfloat16", "bfloat16"),  # nothing to convert
+        (64, 32, 96, "float16", "bfloat16"),
+        (64, 32, 32, "float16", "bfloat16"),
+        (64, 32, 96, "float32", "bfloat16"),  # the output fits into the gradient of f32
+    ],
+)
+def test_the_gradient_of_a_kernel_is_computed_as_it_is_wanted(m, k, n, kernel, expected, monkeypatch):
+    of_products = []
+
+    def recorded(a, b, *others, **options):
+        of_products.append(str(jnp.dtype(options["dtype"])) if options.get("k_first") == "ab" else None)
+        return gemm(a, b, *others, **options)
+
+    monkeypatch.setattr(module, "gemm", recorded)
+    f = lambda x, w: jnp.sum(dense(x, w, by_kernels=True).astype(jnp.float32))
+    x, w = jnp.zeros((2, m // 2, k), jnp.bfloat16), jnp.zeros((k, n), kernel)
+    dx, dw = jax.eval_shape(jax.grad(f, (0, 1)), x, w)
+    assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
+    assert of_products == [None, expected, None]  # before the input's gradient: x is free before that is there
+
+
 def test_what_is_not_computed_here(monkeypatch):
     x, kernel = jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((8, 4))
     assert module.computes(x, kernel)
