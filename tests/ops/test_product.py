@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops import product as module
 from transformer_engine_jax.ops.dense import dense
@@ -97,6 +98,33 @@ def test_the_gradient_of_a_kernel_is_computed_as_it_is_wanted(m, k, n, kernel, e
     dx, dw = jax.eval_shape(jax.grad(f, (0, 1)), x, w)
     assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
     assert of_products == [None, expected, None]  # before the input's gradient: x is free before that is there
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("kernel", ["float32", "bfloat16"])
+def test_microbatches_add_up_in_f32(kernel, uses, monkeypatch):
+    """The product adds to the buffer, in f32 whatever the kernel's dtype; of two uses one does."""
+    in_place = []
+
+    def recorded(*operands, **options):
+        in_place.append(options.get("in_place", False) and operands[5] is not None)
+        return gemm(*operands, **options)
+
+    monkeypatch.setattr(module, "gemm", recorded)
+    x, w, buffer, dy = emulated.normal(3, (4, 24, 64), (64, 3, 32), (64, 3, 32), (4, 24, 3, 32))
+    x, w, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, kernel) / 8, jnp.asarray(dy, jnp.bfloat16)
+
+    def total(x, w, buffer):
+        given = te.Accumulating(w, buffer)
+        return sum(jnp.sum((dense(x, given, by_kernels=True) * dy).astype(jnp.float32)) for _ in range(uses))
+
+    dx, dw, added = jax.jit(jax.grad(total, (0, 1, 2)))(x, w, jnp.asarray(buffer))
+    expected = jnp.einsum("bmk,bmij->kij", *(a.astype(jnp.float32) for a in (x, dy)), precision="highest")
+    testing.assert_close(added, buffer + uses * expected, 1e-6)
+    assert dw.dtype == w.dtype and not dw.any()
+    plain = jax.grad(lambda x: jnp.sum((dense(x, w) * dy).astype(jnp.float32)))(x)
+    testing.assert_close(dx, uses * plain, BOUND["bfloat16"])
+    assert in_place.count(True) == 1
 
 
 def test_what_is_not_computed_here(monkeypatch):

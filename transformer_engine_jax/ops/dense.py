@@ -219,12 +219,13 @@ def dense(
     if quantizers is not None and not quantizers.x.spec.calibrating:
         static = Dense.of(x, kernel, bias, k_axes, residual is not None, adds)
         return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual)
+    if by_kernels and quantizers is None and computes(x, kernel):
+        static = Dense.of(x, kernel, bias, k_axes, residual is not None, adds)
+        return product(static, x, kernel, bias, main_grad, residual)
     if main_grad is not None:
         kernel = collected(adds, kernel, main_grad)
     if quantizers is not None:
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
-    if by_kernels and quantizers is None and computes(x, kernel):
-        return product(Dense.of(x, kernel, bias, k_axes, residual is not None), x, kernel, bias, residual)
     contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
     sharding = _product_sharding(x, kernel, k_axes)
     y = jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())), out_sharding=sharding)

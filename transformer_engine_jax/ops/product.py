@@ -28,12 +28,12 @@ def _last(x, axes: int) -> jax.Array:
     return jnp.moveaxis(x, range(axes), range(-axes, 0))
 
 
-def _forward(static, x, kernel, bias, residual):
+def _forward(static, x, kernel, bias, main_grad, residual):
     kernel = kernel.astype(x.dtype)
     bias = None if bias is None else bias.astype(x.dtype)
     options = dict(k_axes=static.k_axes, dtype=x.dtype, k_first="b")
     y = gemm(x, _last(kernel, static.k_axes), None, None, bias, residual, None, **options).d
-    return y, (x, kernel)
+    return y, (x, kernel, main_grad if static.adds else None)
 
 
 def _gradient_dtype(static, x, kernel) -> np.dtype:
@@ -42,6 +42,8 @@ def _gradient_dtype(static, x, kernel) -> np.dtype:
     In f32 it saves the conversion: 1 to 3 % of a layer. But where the kernel widens and its gradient of f32 has room
     for the output of 16 bits, XLA keeps that there for as long as the gradient is not written.
     """
+    if static.adds is not None:
+        return np.dtype(np.float32)
     k, n = math.prod(kernel.shape[: static.k_axes]), math.prod(kernel.shape[static.k_axes :])
     m = x.size // k
     at_once = static.kernel_dtype == np.float32 and (n <= k or m > 2 * k)
@@ -49,18 +51,20 @@ def _gradient_dtype(static, x, kernel) -> np.dtype:
 
 
 def _backward(static, residuals, dy):
-    x, kernel = residuals
+    x, kernel, main_grad = residuals
     n_axes, m_axes = kernel.ndim - static.k_axes, x.ndim - static.k_axes
-    none = [None] * 5
-    dtype = _gradient_dtype(static, x, kernel)
-    dkernel = gemm(_last(x, m_axes), _last(dy, m_axes), *none, k_axes=m_axes, dtype=dtype, k_first="ab").d
+    none = [None] * 3
+    options = dict(k_axes=m_axes, dtype=_gradient_dtype(static, x, kernel), k_first="ab", in_place=bool(static.adds))
+    dkernel = gemm(_last(x, m_axes), _last(dy, m_axes), *none, main_grad, None, **options).d
     after, dkernel = all_at_once(dy, dkernel)  # which lets go of x before dx takes its room
-    dx = gemm(after, kernel, *none, k_axes=n_axes, dtype=x.dtype).d
+    dx = gemm(after, kernel, *none, None, None, k_axes=n_axes, dtype=x.dtype).d
     dbias = None
     if static.bias_dtype is not None:
         dbias = jnp.sum(dy, axis=tuple(range(m_axes)), dtype=np.float32).astype(static.bias_dtype)
-    return dx, dkernel.astype(static.kernel_dtype), dbias, dy if static.residual else None
+    of_kernel, of_buffer = (dkernel.astype(static.kernel_dtype), None) if static.adds is None else (None, dkernel)
+    return dx, of_kernel, dbias, of_buffer, dy if static.residual else None
 
 
-# (static: ops.dense.Dense, x[m.., k..], kernel[k.., n..], bias[n..], residual[m.., n..]) -> [m.., n..] in x's dtype.
+# (static: ops.dense.Dense, x[m.., k..], kernel[k.., n..], bias[n..], main_grad[k.., n..], residual[m.., n..])
+# -> [m.., n..] in x's dtype.
 product = differentiable(_forward, _backward)
