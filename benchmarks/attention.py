@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import transformer_engine_jax as te
 from benchmarks.compare import leaf_most_off, within
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.timing import Repeated, Timing, interleaved, operand_sets, without_failures
+from benchmarks.timing import Repeated, interleaved, operand_sets, without_failures
 from transformer_engine_jax.ops.attention import Attention, dot_product_attention
 from transformer_engine_jax.ops.attention.backends import attention_backend
 from transformer_engine_jax.ops.attention.reference import attention_reference
@@ -92,14 +92,13 @@ def _both(attend: Callable) -> Callable:
 PASSES = {"forward": (_forward, 1.0), "forward+backward": (_both, BOTH)}
 
 
-def measure(shape: Shape, passes: str, against: list[str], **timing) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(times, why others have none)."""
+def programs(shape: Shape, passes: str, against: list[str]) -> tuple[dict[str, Repeated], dict[str, str]]:
+    """(what is to be timed, why others can't be)."""
     operands = _operands(shape)
     sets = operand_sets(operands, 3 * sum(x.nbytes for x in operands), most=4)
     wrap, _ = PASSES[passes]
     makers = {name: lambda name=name: Repeated(wrap(CONTENDERS[name]), sets) for name in against}
-    programs, failed = without_failures(makers, peer=lambda name: name.startswith("jax-"))
-    return interleaved(programs, **timing), failed
+    return without_failures(makers, peer=lambda name: name.startswith("jax-"))
 
 
 def errors(shape: Shape, passes: str, against: Iterable[str]) -> dict[str, float]:
@@ -122,7 +121,9 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
         choice = lambda fp8: attention_backend(_options(query), query, key, value, fp8=fp8)[0]
         backends = {"te": choice(False), "te-fp8": choice(True)}
         for passes, (_, factor) in PASSES.items():
-            times, failed = measure(shape, passes, against, **timing)
+            ready, failed = programs(shape, passes, against)
+            times = interleaved(ready, **timing)
+            ready.clear()  # its memory goes to what is compared
             far = errors(shape, passes, times)
             for name in against:
                 row = {"config": config, "pass": passes, "contender": name}

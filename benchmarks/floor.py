@@ -11,14 +11,14 @@ lowers the clocks. The sustained floor is the same sum, each part measured in tu
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks import attention, gemm, kernels
-from benchmarks.shapes import Product, Shape, products
-from benchmarks.timing import TURN, Timing
+from benchmarks.shapes import Shape, products
+from benchmarks.timing import TURN, interleaved
 
 COPY = (16384, 16384)  # rows and columns of the copy that bandwidth is measured with
-TIMING = {"calls_per_round": 2}
 FP8_BOTH_WAYS, BF16, F32 = 2, 2, 4  # bytes an entry
 
 
@@ -61,27 +61,32 @@ def stages(shape: Shape, fp8: bool) -> dict[str, int]:
 
 
 class Machine:
-    """What floors are made of, measured on this machine when first asked for."""
+    """What floors are made of, measured on this machine: in short turns and, where `turn` is longer, in such too."""
 
     def __init__(self, copy: tuple[int, int] = COPY, turn: float = TURN):
-        self._timing = {**TIMING, "turn": turn, "rounds": 6 if turn <= TURN else 3}  # long turns vary less
-        self._bandwidth = kernels.copy_bandwidth(*copy, **self._timing)
+        self._timings = {"floor": {"calls_per_round": 2, "turn": TURN, "rounds": 5}}
+        if turn > TURN:  # which varies less
+            self._timings["sustained_floor"] = {"calls_per_round": 2, "turn": turn, "rounds": 2}
+        copied, size = kernels.copying(*copy)
+        self._bytes_per_ms = {kind: size / ms for kind, ms in self._least({"copy": copied}, {}).items()}
         self._attention = functools.cache(self._attention)
 
-    def floor(self, shape: Shape, fp8: bool) -> Floor:
-        gemms = sum(self._gemm(product, fp8) for product in products(shape))
-        return Floor(gemms, self._attention(shape), sum(stages(shape, fp8).values()) / self._bandwidth)
-
-    def _gemm(self, product: Product, fp8: bool) -> float:
+    def floors(self, shape: Shape, fp8: bool) -> dict[str, Floor]:
+        """By kind: "floor" and "sustained_floor"."""
         against = [name for name in gemm.CONTENDERS if (gemm.precision(name) == "fp8") == fp8]
-        return _best(gemm.measure(product, against, **self._timing))
+        gemms = [self._least(*gemm.programs(product, against)) for product in products(shape)]
+        attended, moved = self._attention(shape), sum(stages(shape, fp8).values())
+        return {
+            kind: Floor(sum(ms[kind] for ms in gemms), attended[kind], moved / self._bytes_per_ms[kind])
+            for kind in self._timings
+        }
 
-    def _attention(self, shape: Shape) -> float:
-        return _best(attention.measure(shape, "forward+backward", ["te", "jax-cudnn"], **self._timing))
+    def _attention(self, shape: Shape) -> dict[str, float]:
+        return self._least(*attention.programs(shape, "forward+backward", ["te", "jax-cudnn"]))
 
-
-def _best(measured: tuple[dict[str, Timing], dict[str, str]]) -> float:
-    times, failed = measured
-    if not times:
-        raise RuntimeError(f"floor: nothing that it needs ran: {failed}")
-    return min(timing.median for timing in times.values())
+    def _least(self, programs: dict[str, Callable], failed: dict[str, str]) -> dict[str, float]:
+        """ms of the fastest program, in each kind of turns."""
+        if not programs:
+            raise RuntimeError(f"floor: nothing that it needs ran: {failed}")
+        fastest = lambda timing: min(took.median for took in interleaved(programs, **timing).values())
+        return {kind: fastest(timing) for kind, timing in self._timings.items()}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from benchmarks.compare import off, within
 from benchmarks.shapes import SHAPES, Product, products
-from benchmarks.timing import Repeated, Timing, interleaved, operand_sets, without_failures
+from benchmarks.timing import Repeated, interleaved, operand_sets, without_failures
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, quantize
 
@@ -88,8 +88,8 @@ def errors(product: Product, against: Iterable[str]) -> dict[str, float]:
     return found
 
 
-def measure(product: Product, against: list[str], **timing) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(times, why others have none)."""
+def programs(product: Product, against: list[str]) -> tuple[dict[str, Repeated], dict[str, str]]:
+    """(what is to be timed, why others can't be)."""
     dtype = _result_dtype(product)
     sets = {}
     for kind in {precision(name) for name in against}:
@@ -100,15 +100,16 @@ def measure(product: Product, against: list[str], **timing) -> tuple[dict[str, T
         name: lambda name=name: Repeated(lambda *xs: CONTENDERS[name](dtype, *xs), sets[precision(name)])
         for name in against
     }
-    programs, failed = without_failures(makers, peer=lambda name: name.endswith("-xla"))
-    return interleaved(programs, **timing), failed
+    return without_failures(makers, peer=lambda name: name.endswith("-xla"))
 
 
 def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
     """A row for each product of each config and each contender."""
     for config in configs:
         for product in products(SHAPES[config]):
-            times, failed = measure(product, against, **timing)
+            ready, failed = programs(product, against)
+            times = interleaved(ready, **timing)
+            ready.clear()  # its memory goes to what is compared
             far = errors(product, times)
             best = {}
             for name, (ms, _) in times.items():

@@ -153,15 +153,14 @@ def program(call: Callable, operands: list[jax.Array]) -> tuple[Repeated, int]:
     return Repeated(call, operand_sets(operands, size)), size
 
 
-def copy_bandwidth(rows: int, hidden: int, **timing) -> float:
-    """Bytes a millisecond, read and written."""
-    copied, size = program(copy, random_operands([((rows, hidden), BF16)]))
-    return size / interleaved({"copy": copied}, **timing)["copy"].median
+def copying(rows: int, hidden: int) -> tuple[Repeated, int]:
+    """(a copy to be timed, the bytes that it reads and writes)."""
+    return program(copy, random_operands([((rows, hidden), BF16)]))
 
 
 def run(hidden: list[int], rows: int, only: str, *, time: bool = True, **timing) -> Iterator[dict]:
     """A row for each hidden size and kernel whose name holds `only`; each takes turns with the copy."""
-    copied, copy_size = program(copy, random_operands([((rows, max(hidden)), BF16)])) if time else (None, 0)
+    copied, copy_size = copying(rows, max(hidden)) if time else (None, 0)
     for size in hidden:
         for name, call, shapes in cases(rows, size):
             if only not in name:

@@ -59,9 +59,7 @@ class Step:
 
 def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY, **timing) -> Iterator[dict]:
     """A row for each config and contender: ms, ratio to the first contender and to the floors, compile time, memory."""
-    machines = {"floor": Machine(copy)} if floor else {}
-    if floor and timing.get("turn", TURN) > TURN:
-        machines["sustained_floor"] = Machine(copy, timing["turn"])
+    machine = Machine(copy, timing.get("turn", TURN)) if floor else None
     for config in configs:
         shape = SHAPES[config]
         makers = {name: lambda name=name: Step(name, shape) for name in against}
@@ -69,8 +67,8 @@ def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY
         timings = interleaved(steps, **timing)
         compiled = {name: (step.trace_s, step.compile_s, step.temp_gib) for name, step in steps.items()}
         steps.clear()  # their memory goes to what the floor measures
-        kinds = sorted({n not in IN_BF16 for n in timings})
-        floors = {name: {fp8: machine.floor(shape, fp8) for fp8 in kinds} for name, machine in machines.items()}
+        precisions = {name not in IN_BF16 for name in timings}
+        floors = {fp8: machine.floors(shape, fp8) if machine else {} for fp8 in precisions}
         first = next((timings[name].median for name in against if name in timings), None)
         for name in against:
             row = {"config": config, "contender": name}
@@ -81,8 +79,7 @@ def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY
             trace_s, compile_s, temp_gib = compiled[name]
             row |= {"ms": ms, "spread": spread, "speedup": first / ms, "tflop_per_s": shape.flop / ms / 1e9}
             row |= {"trace_s": trace_s, "compile_s": compile_s, "temp_gib": temp_gib}
-            for kind, of_kind in floors.items():
-                least = of_kind[name not in IN_BF16]
+            for kind, least in floors[name not in IN_BF16].items():
                 row |= {f"{kind}_ms": least.ms, f"of_{kind}": ms / least.ms, kind: least._asdict()}
             yield row
 

@@ -190,14 +190,15 @@ def test_a_floor_asks_every_contender(monkeypatch, fp8):
     """XLA's choice of algorithm too: a floor of our own products alone would follow our own mistakes."""
     asked = []
 
-    def measure(product, against, **_):
+    def programs(product, against):
         asked.append(set(against))
-        return {"one": Timing(1.0, 0.0)}, {}
+        return dict.fromkeys(against, lambda: None), {}
 
-    monkeypatch.setattr(floor.gemm, "measure", measure)
-    machine = object.__new__(floor.Machine)
-    machine._timing = {}
-    assert sum(machine._gemm(product, fp8) for product in products(SHAPES["tiny"])) == 12.0
+    monkeypatch.setattr(floor.gemm, "programs", programs)
+    monkeypatch.setattr(floor.attention, "programs", lambda *_: ({"te": lambda: None}, {}))
+    monkeypatch.setattr(floor, "interleaved", lambda programs, **_: dict.fromkeys(programs, Timing(1.0, 0.0)))
+    for least in floor.Machine((64, 64), turn=0.2).floors(SHAPES["tiny"], fp8).values():
+        assert (least.gemms, least.attention) == (12.0, 1.0) and 0 < least.bytes < 1e3
     kind = "fp8" if fp8 else "bf16"
     assert asked == 12 * [{name for name in floor.gemm.CONTENDERS if name.startswith(kind)}]
     assert all(f"{kind}-xla" in names for names in asked)
