@@ -107,7 +107,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 help="size of the copy that the floor counts with",
             )
     commands.add_parser("readme", help=readme.__doc__.splitlines()[0])
-    return parser.parse_args(argv)
+    return checked(parser.parse_args(argv))
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments; SystemExit where one counts less of something than can be."""
+    for name, given in vars(args).items():
+        least = 0 if name == "first_seed" or (args.what, name) == ("memory", "layers") else 1
+        for number in given if isinstance(given, list) else [given]:
+            if type(number) is int and number < least:
+                flag = "--" + name.replace("_", "-")
+                raise SystemExit(f"benchmarks {args.what}: {flag}: expected {least} or more, got {number}")
+    return args
 
 
 def rows_of(args: argparse.Namespace) -> Iterable[dict]:

@@ -259,6 +259,20 @@ def test_names_of_contenders():
         command.chosen(["torch"], peers.CONTENDERS)
 
 
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["layer", "--rounds", "0"], "benchmarks layer: --rounds: expected 1 or more, got 0"),
+        (["kernels", "--hidden", "4096", "-1"], "benchmarks kernels: --hidden: expected 1 or more, got -1"),
+        (["memory", "--layers", "-1"], "benchmarks memory: --layers: expected 0 or more, got -1"),
+        (["train", "--first-seed", "-2"], "benchmarks train: --first-seed: expected 0 or more, got -2"),
+    ],
+)
+def test_counts_of_too_few(argv, expected):
+    with pytest.raises(SystemExit, match=expected):
+        command.main(argv)
+
+
 @pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: str(page.relative_to(readme.ROOT)))
 def test_pages_say_what_the_results_say(page):
     text = page.read_text()

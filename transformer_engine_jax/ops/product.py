@@ -53,11 +53,10 @@ def _gradient_dtype(static, x, kernel) -> np.dtype:
 def _backward(static, residuals, dy):
     x, kernel, main_grad = residuals
     n_axes, m_axes = kernel.ndim - static.k_axes, x.ndim - static.k_axes
-    none = [None] * 3
     options = dict(k_axes=m_axes, dtype=_gradient_dtype(static, x, kernel), k_first="ab", in_place=bool(static.adds))
-    dkernel = gemm(_last(x, m_axes), _last(dy, m_axes), *none, main_grad, None, **options).d
+    dkernel = gemm(_last(x, m_axes), _last(dy, m_axes), None, None, None, main_grad, None, **options).d
     after, dkernel = all_at_once(dy, dkernel)  # which lets go of x before dx takes its room
-    dx = gemm(after, kernel, *none, None, None, k_axes=n_axes, dtype=x.dtype).d
+    dx = gemm(after, kernel, *[None] * 5, k_axes=n_axes, dtype=x.dtype).d
     dbias = None
     if static.bias_dtype is not None:
         dbias = jnp.sum(dy, axis=tuple(range(m_axes)), dtype=np.float32).astype(static.bias_dtype)
