@@ -220,9 +220,9 @@ void norms(int64_t rows, int64_t cols, DType dtype) {
                                   m.bytes(scratch), {false}));
 }
 
-void others(int64_t tokens, int64_t features, DType dtype) {
+void rotations(int64_t tokens, int64_t features, DType dtype) {
   Memory m;
-  const In x = m.in(dtype, {tokens, 3, features}), mask = m.in(DType::PRED, {tokens, features});
+  const In x = m.in(dtype, {tokens, 3, features});
   const In qkv = m.in(dtype, {tokens, 3, 2, features});
   for (const char* group : {"consecutive", "alternate"}) {
     const In frequencies = m.in(kF32, {features / 4}), positions = m.in(DType::S32, {tokens});
@@ -232,12 +232,18 @@ void others(int64_t tokens, int64_t features, DType dtype) {
       check("rope_rotate_qkv", RopeRotateQkv(nullptr, qkv, frequencies, positions, y, {group, false}));
     }
   }
-  const In scores = m.in(dtype, {2, 3, tokens, features}), offset = m.in(kF32, {2, 3});
-  const Out rest = m.out(kF32, {2, 3, tokens});
-  check("softmax_fwd", SoftmaxFwd(nullptr, scores, m.in(DType::PRED, {2, tokens, features}), offset,
-                                  m.out(dtype, {2, 3, tokens, features}), rest, {0.5f, true}));
-  check("softmax_bwd",
-        SoftmaxBwd(nullptr, scores, scores, m.out(dtype, {2, 3, tokens, features}), rest, {0.5f, false}));
+}
+
+void softmaxes(int64_t queries, int64_t keys, DType dtype) {
+  Memory m;
+  const In scores = m.in(dtype, {2, 3, queries, keys}), offset = m.in(kF32, {2, 3});
+  const Out y = m.out(dtype, {2, 3, queries, keys}), rest = m.out(kF32, {2, 3, queries});
+  for (const In& mask : {m.none(), m.in(DType::PRED, {2, queries, keys})}) {
+    for (const bool causal : {false, true}) {
+      check("softmax_fwd", SoftmaxFwd(nullptr, scores, mask, offset, y, rest, {0.5f, causal}));
+    }
+  }
+  check("softmax_bwd", SoftmaxBwd(nullptr, scores, scores, y, rest, {0.5f, false}));
 }
 
 void states(int64_t gemms) {
@@ -271,7 +277,8 @@ int main(int count, char**) {
     for (const int64_t rows : all ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{130}) {
       for (const int64_t cols : {40, 257, 1024}) casts(rows, cols, dtype), activations(rows, cols, dtype);
       for (const int64_t cols : {40, 257, 1024, 4096, 16384}) norms(rows, cols, dtype);
-      for (const int64_t features : {24, 130}) others(rows, features, dtype);
+      for (const int64_t features : {24, 130}) rotations(rows, features, dtype);
+      for (const int64_t keys : {24, 130, 1000, 4104, 16400}) softmaxes(std::min<int64_t>(rows, 5), keys, dtype);
       std::printf("%d calls\n", calls), std::fflush(stdout);
     }
   }
