@@ -27,7 +27,8 @@ constexpr int kLargestCluster = 16;
 template <typename T, int kSteps>
 struct Strip {
   static constexpr int kCols = kSteps * 32 * 8;
-  static constexpr int kBlocks = kSteps * sizeof(T) <= 8 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kBytes = kSteps * sizeof(T);
+  static constexpr int kBlocks = kBytes <= 4 ? 3 : kBytes <= 8 ? 2 : 1;  // on a multiprocessor
   uint4 next[kSteps][4][Vec8<T>::kQuads][kStripThreads];
   float4 parameters[2][kSteps][2][32];                       // gamma and beta, by lane
   float2 parts[2][kStripRows][kLargestCluster];              // mean, sum of squared differences; by strip, row, block
@@ -302,12 +303,13 @@ cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out)
   return launch_strips_as<T, kSteps, Stored::kFloat>(stream, a, out);
 }
 
-// The launch of strips for rows of so many columns, null where there is none. As few blocks a cluster as two to a
-// multiprocessor allow: they wait for each other, and clusters of 8 leave a tenth of the multiprocessors out.
+// The launch of strips for rows of so many columns, null where there is none. With 2 steps more blocks share a
+// multiprocessor, so that one loads while another computes; with 4 fewer make a cluster, which wait for each other.
 template <typename T>
 auto strips_of(int64_t cols) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
-  const bool wide = Strip<T, 4>::kBlocks > 1 ? cols > Strip<T, 2>::kCols : cols > 8 * Strip<T, 2>::kCols;
-  if (!wide) return launch_strips<T, 2>;
+  constexpr int64_t kNarrow = Strip<T, 2>::kCols;
+  const bool filled = cols < kNarrow || cols % kNarrow == 0 || Strip<T, 4>::kBlocks == 1;
+  if (cols <= 8 * kNarrow && filled) return launch_strips<T, 2>;
   return cols <= kLargestCluster * Strip<T, 4>::kCols ? launch_strips<T, 4> : nullptr;
 }
 
