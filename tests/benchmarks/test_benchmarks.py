@@ -12,10 +12,10 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import compare, floor, gemm, kernels, layer, memory, peers, readme, report, sharded
 from benchmarks.shapes import SHAPES, products
-from benchmarks.timing import Timing, interleaved
+from benchmarks.timing import Repeated, Timing, interleaved
 from examples.gpt.data import load
 from transformer_engine_jax.kernel import use_references
-from transformer_engine_jax.ops.quantize import amax
+from transformer_engine_jax.ops.quantize import amax, quantize
 
 
 def rows_of(tmp_path, *argv) -> list[dict]:
@@ -87,6 +87,15 @@ def test_the_first_round_finds_a_cool_gpu_and_does_not_count():
     done = []
     assert interleaved({"one": slows_down}, rounds=3, calls_per_round=4, turn=0.0)["one"].median >= 10
     assert len(done) == 3 + 4 * 4
+
+
+def test_a_repeated_call_is_made_on_each_set_and_returns_a_number_of_each_result():
+    sets = [[jnp.full((128, 8), 2.0 * i), jnp.float32(16.0)] for i in range(3)]
+    repeated = Repeated(lambda x, scale: (x + 1, quantize(x, scale, dtype=jnp.float8_e4m3fn, q_t=True)), sets)
+    code = repeated._compiled.as_text()
+    assert code.count('custom_call_target="te_quantize"') == repeated.count == 3
+    numbers = [[2 * i + 1, 32 * i, 32 * i, 2 * i] for i in range(3)]  # x + 1, q, its transposed copy, amax
+    assert repeated().tolist() == sum(numbers, [])
 
 
 def test_every_contender_computes_the_same_layer():
