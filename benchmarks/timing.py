@@ -32,11 +32,13 @@ class Repeated:
     A call from Python costs more than a small kernel, and operands that were just read lie in the L2 cache. So a
     program makes many calls, each on buffers of its own, which exceed the cache by far. Results stay in the program,
     which returns a number of each: to make hundreds of arrays takes the host longer than the GPU takes to fill them.
+    Those of `returned` leave it, as a copy is made for those who keep it only.
     """
 
-    def __init__(self, call: Callable, sets: Sequence[Sequence[jax.Array]]):
+    def __init__(self, call: Callable, sets: Sequence[Sequence[jax.Array]], *, returned: bool = False):
         self.sets, self.count = sets, len(sets)
-        self._compiled = jax.jit(lambda sets: _touched([call(*operands) for operands in sets])).lower(sets).compile()
+        wanted = (lambda results: results) if returned else _touched
+        self._compiled = jax.jit(lambda sets: wanted([call(*operands) for operands in sets])).lower(sets).compile()
 
     def __call__(self):
         return self._compiled(self.sets)
