@@ -199,15 +199,15 @@ constexpr int kTileThreads = 256;
 struct TilePlace {
   int64_t row, col;  // in tiles
 
-  __device__ __forceinline__ TilePlace(const Result& out, unsigned number) {
-    constexpr int kBand = 8;
-    const int tile = static_cast<int>(number);
-    const int col_tiles = static_cast<int>((out.cols + kTileSide - 1) / kTileSide);
-    const int row_tiles = static_cast<int>((out.rows + kTileSide - 1) / kTileSide);
-    const int band = tile / (kBand * col_tiles), in_band = tile - band * kBand * col_tiles;
-    const int height = min(kBand, row_tiles - band * kBand);
-    row = band * kBand + in_band % height;
-    col = in_band / height;
+  __device__ __forceinline__ TilePlace(const Result& out, unsigned tile) {
+    constexpr unsigned kBand = 8;
+    const unsigned col_tiles = static_cast<unsigned>((out.cols + kTileSide - 1) / kTileSide);
+    const unsigned row_tiles = static_cast<unsigned>((out.rows + kTileSide - 1) / kTileSide);
+    const unsigned band = tile / (kBand * col_tiles), in_band = tile - band * kBand * col_tiles;
+    const unsigned height = min(kBand, row_tiles - band * kBand);
+    const unsigned across = height == kBand ? in_band / kBand : in_band / height;
+    row = band * kBand + in_band - across * height;
+    col = across;
   }
 };
 
@@ -229,34 +229,39 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
   const bool vector = kWhole || out.vector;
   const int n = kWhole ? (col < out.cols ? 8 : 0) : static_cast<int>(min(int64_t{8}, out.cols - col));
   const int rows_here = n > 0 ? static_cast<int>(min(int64_t{kTileSide}, out.rows - row0)) : 0;  // for this thread
-  const float scale = out.scale.get();
-  if (blockIdx.x == 0 && threadIdx.x == 0) out.scale.store_inverse(scale);
-  typename Producer::Columns columns = {};
-  if (!kWhole && n > 0) columns = in.columns(col, n, vector);
-  float most = 0.f;
+  const int64_t before_tile = row0 * out.cols;
+  const uint32_t cols = static_cast<uint32_t>(out.cols);
+  typename Producer::Columns columns;
+  float scale = 0.f, most[2] = {};  // two, as one would be 64 operations that wait for each other
   float sums[kOutputs][8] = {};
 
-  // ---- Values: row by row through the cast, their bytes turned into shared memory.
+  // ---- Values: row by row through the cast, their bytes turned into shared memory. Of 4 rows those beyond the last
+  // ---- repeat it, which changes neither what is stored nor the amax; the result may be in the place of an operand, so
+  // ---- no thread reads another's rows.
 #pragma unroll 1
   for (int first = 0; first < 2; first += kAhead) {
-    const int64_t row = row0 + first * 64 + ty * 4, before = row * out.cols;
-    const int rows_left = rows_here - first * 64 - ty * 4;
+    const auto place_of = [&](int s, int i) { return min((first + s) * 64 + ty * 4 + i, rows_here - 1); };
+    const auto any_of = [&](int s) { return (first + s) * 64 + ty * 4 < rows_here; };
+    const auto before = [&](int s, int i) {
+      return before_tile + uint64_t{static_cast<unsigned>(place_of(s, i))} * cols;
+    };
     typename Producer::Raw raw[kAhead][4];
 #pragma unroll
     for (int s = 0; s < kAhead; ++s) {
+      if (!any_of(s)) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (s * 64 + i < rows_left)
-          raw[s][i] = in.load(row + s * 64 + i, before + (s * 64 + i) * out.cols, col, n, vector);
-      }
+      for (int i = 0; i < 4; ++i) raw[s][i] = in.load(row0 + place_of(s, i), before(s, i), col, n, vector);
     }
-    if (kWhole && !first && n > 0) columns = in.columns(col, n, vector);  // while rows are on their way
+    if (!first) {  // while rows are on their way
+      if (n > 0) columns = in.columns(col, n, vector);
+      scale = out.scale.get();
+    }
 #pragma unroll
     for (int s = 0; s < kAhead; ++s) {
-      uint32_t bytes[kOutputs][2][4] = {};
+      if (!any_of(s)) continue;
+      uint32_t bytes[kOutputs][2][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (s * 64 + i >= rows_left) continue;
         float v[kOutputs][8];
         in.values(raw[s][i], columns, v);
 #pragma unroll
@@ -265,12 +270,12 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[o][j] = j < n ? v[o][j] : 0.f;
           }
-          if (kSummed && out.partials) {
+          if (kSummed && out.partials && (first + s) * 64 + ty * 4 + i < rows_here) {
 #pragma unroll
             for (int j = 0; j < 8; ++j) sums[o][j] += v[o][j];
           }
-          const int64_t offset = kOutputs * (before + (s * 64 + i) * out.cols) + o * out.cols + col;
-          const uint2 q = store_result<kStored>(out, offset, scale, v[o], n, vector, most);
+          const int64_t offset = kOutputs * before(s, i) + o * out.cols + col;
+          const uint2 q = store_result<kStored>(out, offset, scale, v[o], n, vector, most[i % 2]);
           bytes[o][0][i] = q.x;
           bytes[o][1][i] = q.y;
         }
@@ -281,6 +286,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
       }
     }
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0) out.scale.store_inverse(scale);
   if (kSummed && out.partials) {
 #pragma unroll
     for (int o = 0; o < kOutputs; ++o) {
@@ -291,7 +297,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
       }
     }
   }
-  amax.note(most);
+  amax.note(max_abs(most[0], most[1]));
   __syncthreads();
 
   // ---- What needs the whole tile.
@@ -330,6 +336,8 @@ inline int64_t tile_partials(int64_t rows, int64_t cols) { return 4 * cols * cei
 template <typename Producer>
 ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, float* colsum = nullptr,
                         void* workspace = nullptr) {
+  if (out.cols >= int64_t{1} << 32)
+    return ffi::Error::InvalidArgument("expected fewer than 2^32 columns; reshape them");
   out.partials = colsum ? static_cast<float*>(workspace) : nullptr;
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
   const int64_t blocks = out.row_tiles() * ceil_div(out.cols, kTileSide);

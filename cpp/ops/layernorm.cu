@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
     norm_strips(const Norm a, const Result out, int cluster) {
 #ifdef TE_CLUSTERS
   using S = Strip<T, kSteps>;
+  constexpr bool kThroughL1 = kSteps == 2 || kStored == Stored::kFloat;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   S& shared = *reinterpret_cast<S*>(shared_memory);
   __shared__ BlockAmax amax;
@@ -110,7 +111,11 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   const int stride = static_cast<int>(gridDim.x) / cluster * kStripRows;
   const int first = (strips - 1 - static_cast<int>(blockIdx.x) / cluster) * kStripRows;
   // Where the 4 rows begin for this thread. Rows beyond the last repeat it: nothing else need know of them.
-  const auto offset = [&](int row0, int i) { return min(row0 + warp * 4 + i, rows - 1) * out.cols + col0 + lane * 8; };
+  const uint32_t cols = static_cast<uint32_t>(out.cols);
+  const auto offset = [&](int row0, int i) {
+    return static_cast<int64_t>(uint64_t{static_cast<unsigned>(min(row0 + warp * 4 + i, rows - 1))} * cols) + col0 +
+           lane * 8;
+  };
   const auto fetch = [&](int row0) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
         if (!here(step)) continue;
 #pragma unroll
         for (int q = 0; q < Vec8<T>::kQuads; ++q) {
-          copy_quad(&shared.next[step][i][q][threadIdx.x], x + step * 256 + q * (16 / sizeof(T)));
+          copy_quad<kThroughL1>(&shared.next[step][i][q][threadIdx.x], x + step * 256 + q * (16 / sizeof(T)));
         }
       }
     }
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   }
   const float scale = out.scale.get();
   if (blockIdx.x == 0 && threadIdx.x == 0) out.scale.store_inverse(scale);
-  float most = 0.f;
+  float most[2] = {};
   __syncthreads();  // gamma and beta are there: st.async, which orders the strips, promises nothing of other stores
   cluster_wait();
 
@@ -256,7 +261,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
         float v[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[j] = fmaf(fmaf(raw[step][i][j], factor[i], shift[i]), gamma[j], beta[j]);
-        const uint2 q = store_result<kStored>(out, offset(row0, i) + step * 256, scale, v, 8, true, most);
+        const uint2 q = store_result<kStored>(out, offset(row0, i) + step * 256, scale, v, 8, true, most[i % 2]);
         bytes[0][i] = q.x;
         bytes[1][i] = q.y;
       }
@@ -269,7 +274,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       shared.transposed.template store<kStripThreads>(out.y_t, col0, row0, out.cols, out.rows, out.vector_t);
     }
   }
-  amax.note(most);
+  amax.note(max_abs(most[0], most[1]));
   __syncthreads();
   amax.merge(out.amax);
 #endif

@@ -55,6 +55,7 @@ template <typename T, int kGroup, int kOperands>
 __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward a, int stages) {
   constexpr int kGroups = kThreads / kGroup;
   constexpr int kQuads = Vec8<T>::kQuads;
+  constexpr bool kThroughL1 = kOperands == 2 || kGroup < kThreads;
   extern __shared__ uint4 ring[];  // [stage][x | dy | residual][vector][quad][thread]
   __shared__ float2 slots[2][kThreads / 32];
   const int group = threadIdx.x / kGroup, lane = threadIdx.x % kGroup;
@@ -73,9 +74,10 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) {
           const int64_t offset = row * a.cols + column(k) + q * (16 / sizeof(T));
-          copy_quad(slot(stage, 0, k, q), static_cast<const T*>(a.x) + offset);
-          copy_quad(slot(stage, 1, k, q), static_cast<const T*>(a.dy) + offset);
-          if constexpr (kOperands == 3) copy_quad(slot(stage, 2, k, q), static_cast<const T*>(a.residual) + offset);
+          copy_quad<kThroughL1>(slot(stage, 0, k, q), static_cast<const T*>(a.x) + offset);
+          copy_quad<kThroughL1>(slot(stage, 1, k, q), static_cast<const T*>(a.dy) + offset);
+          if constexpr (kOperands == 3)
+            copy_quad<kThroughL1>(slot(stage, 2, k, q), static_cast<const T*>(a.residual) + offset);
         }
       }
     }

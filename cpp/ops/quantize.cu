@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kFlatThreads)
   for (int k = 0; k < kFlatLoads; ++k) {
     const int64_t i = first + k * kFlatThreads * 8;
     if (vector && i + 8 <= size) {
-      codes[k] = __ldcs(reinterpret_cast<const uint2*>(q + i));
+      codes[k] = __ldg(reinterpret_cast<const uint2*>(q + i));
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
