@@ -113,7 +113,7 @@ FAST, SPLIT = recipe.MMParams(use_split_accumulator=False), recipe.MMParams(use_
 # What makes a contender raises ImportError where its package is not installed.
 CONTENDERS: dict[str, Callable[[Shape], Contender]] = {
     "flax": lambda shape: Contender(FlaxLayer(shape)),
-    "flax-fp8": lambda shape: Contender(FlaxLayer(shape, functools.partial(nn.Fp8DotGeneralOp))),
+    "flax-fp8": lambda shape: Contender(FlaxLayer(shape, functools.partial(nn.Fp8DirectDotGeneralOp))),
     "te-bf16": _ours(None),
     "te-delayed": _ours(recipe.DelayedScaling()),
     "te-delayed-fast": _ours(recipe.DelayedScaling(fp8_gemm_wgrad=FAST)),

@@ -101,7 +101,7 @@ def test_a_repeated_call_is_made_on_each_set_and_returns_a_number_of_each_result
 def test_the_copy_is_made_and_of_each_array():
     copied, size = kernels.copying(8, 16)
     assert size == 2 * 2 * 8 * 16
-    for (x,), y in zip(copied.sets, copied(), strict=True):
+    for x, y in zip(copied.arrays, copied(), strict=True):
         assert (x == y).all() and x.unsafe_buffer_pointer() != y.unsafe_buffer_pointer()
 
 
