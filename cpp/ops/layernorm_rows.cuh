@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kMeasureThreads, kVectors <= 4 ? 2 : 1) measur
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       raw[v] = {};
-      if (vector(v) < vectors) raw[v] = load8(x + v * kGroup * 8);
+      if (vector(v) < vectors) raw[v] = load8<true>(x + v * kGroup * 8);
     }
   };
   fetch();

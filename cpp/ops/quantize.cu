@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kMeasureThreads, kMeasureBlocks)
 #pragma unroll
     for (int k = 0; k < kMeasureLoads<T>; ++k) {
       const int64_t i = first + k * kMeasureThreads * 8;
-      raw[k] = vector && i + 8 <= size ? load8(x + i) : load8(x + i, static_cast<int>(min(size - i, int64_t{8})));
+      raw[k] = vector && i + 8 <= size ? load8<true>(x + i) : load8(x + i, static_cast<int>(min(size - i, int64_t{8})));
     }
 #pragma unroll
     for (int k = 0; k < kMeasureLoads<T>; ++k) {
