@@ -114,7 +114,13 @@ TABLES: dict[str, tuple[str, Columns]] = {
         },
     ),
 }
-GLANCE = {"Flax bf16": "flax", "ours, bf16": "te-bf16", "delayed FP8": "te-delayed", "current FP8": "te-current"}
+GLANCE = {
+    "Flax bf16": "flax",
+    "Flax FP8": "flax-fp8",
+    "ours, bf16": "te-bf16",
+    "delayed FP8": "te-delayed",
+    "current FP8": "te-current",
+}
 
 
 def table(columns: Columns, rows: Iterable[dict]) -> str:
@@ -140,13 +146,14 @@ def section(document: dict) -> str:
 
 
 def at_a_glance(documents: list[dict]) -> str:
-    """ms and speed-up of each layer that was measured: of several results the one that keeps the GPU busy."""
+    """ms and speed-up of each layer that was measured: of several results the one that keeps the GPU busy and has most
+    contenders, then what others have besides."""
     layers = [document for document in documents if document["benchmark"] == "layer"]
-    layers.sort(key=lambda document: "--turn" in document["command"])
+    layers.sort(key=lambda document: ("--turn" in document["command"], _contenders(document)), reverse=True)
     measured: dict[str, dict[str, dict]] = {}
     for row in itertools.chain.from_iterable(document["rows"] for document in layers):
         if "skipped" not in row:
-            measured.setdefault(row["config"], {})[row["contender"]] = row
+            measured.setdefault(row["config"], {}).setdefault(row["contender"], row)
 
     def cell(row: dict | None) -> str:
         if row is None:
@@ -162,6 +169,10 @@ def at_a_glance(documents: list[dict]) -> str:
         columns[title] = lambda config, contender=contender: cell(measured[config].get(contender))
     columns["temporaries: Flax, ours in bf16, in FP8"] = lambda config: temporaries(measured[config])
     return table(columns, [config for config in SHAPES if config in measured]) + "\n" if measured else ""
+
+
+def _contenders(document: dict) -> int:
+    return len({row["contender"] for row in document["rows"]})
 
 
 def _in_words(shape: Shape) -> str:

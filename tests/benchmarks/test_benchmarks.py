@@ -309,5 +309,5 @@ def test_results_become_tables(tmp_path, monkeypatch):
     for text in (glance, full):
         assert text.startswith("before ") and text.endswith(" after") and "old" not in text
     assert "| gpt | te-delayed | 18.4 | 2% | 1.70 |  |  | 3.0 | 1.50 |" in full and "Not run here: nvidia-bf16." in full
-    assert "MLP 16384, 32 heads | 31.4 ms |  | 18.1 ms, x1.75 |  | 1.50, , 1.50 GiB |" in glance
+    assert "MLP 16384, 32 heads | 31.4 ms |  |  | 18.1 ms, x1.75 |  | 1.50, , 1.50 GiB |" in glance
     assert layer.line(ran | {"tflop_per_s": 1.0, "trace_s": 1.0})
