@@ -125,6 +125,11 @@ inline Check& check_workspace(Check& check, Out& workspace, int64_t bytes) {
 
 // ---- Values
 
+// The values before a row, which is not negative: one instruction, where a product of 64 bits takes four.
+__device__ __forceinline__ int64_t before_row(int row, uint32_t cols) {
+  return static_cast<int64_t>(uint64_t{static_cast<uint32_t>(row)} * cols);
+}
+
 __device__ __forceinline__ float load1(const float* p) { return __ldg(p); }
 __device__ __forceinline__ float load1(const bf16* p) {
   return __uint_as_float(static_cast<uint32_t>(__ldg(&p->bits)) << 16);

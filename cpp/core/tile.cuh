@@ -242,9 +242,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
   for (int first = 0; first < 2; first += kAhead) {
     const auto place_of = [&](int s, int i) { return min((first + s) * 64 + ty * 4 + i, rows_here - 1); };
     const auto any_of = [&](int s) { return (first + s) * 64 + ty * 4 < rows_here; };
-    const auto before = [&](int s, int i) {
-      return before_tile + uint64_t{static_cast<unsigned>(place_of(s, i))} * cols;
-    };
+    const auto before = [&](int s, int i) { return before_tile + before_row(place_of(s, i), cols); };
     typename Producer::Raw raw[kAhead][4];
 #pragma unroll
     for (int s = 0; s < kAhead; ++s) {

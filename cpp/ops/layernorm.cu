@@ -113,8 +113,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   // Where the 4 rows begin for this thread. Rows beyond the last repeat it: nothing else need know of them.
   const uint32_t cols = static_cast<uint32_t>(out.cols);
   const auto offset = [&](int row0, int i) {
-    return static_cast<int64_t>(uint64_t{static_cast<unsigned>(min(row0 + warp * 4 + i, rows - 1))} * cols) + col0 +
-           lane * 8;
+    return before_row(min(row0 + warp * 4 + i, rows - 1), cols) + col0 + lane * 8;
   };
   const auto fetch = [&](int row0) {
 #pragma unroll

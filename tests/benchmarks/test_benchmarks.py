@@ -105,6 +105,14 @@ def test_the_copy_is_made_and_of_each_array():
         assert (x == y).all() and x.unsafe_buffer_pointer() != y.unsafe_buffer_pointer()
 
 
+def test_the_fp8_of_flax_is_products_of_fp8():
+    step = layer.Step("flax-fp8", SHAPES["tiny"])
+    gradients = jax.jit(layer.gradients(peers.CONTENDERS["flax-fp8"](SHAPES["tiny"]).layer))
+    code = gradients.lower(step.params, step.state, step.x, step.dy).as_text()
+    products = [line for line in code.splitlines() if "stablehlo.dot_general" in line]
+    assert sum("f8E" in line for line in products) == 3 * 4, products  # of four dense layers; attention's are not
+
+
 def test_every_contender_computes_the_same_layer():
     """The peers' layers and ours have the same kernels, so that the same work is timed."""
     from flax import linen as nn
