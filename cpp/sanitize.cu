@@ -261,6 +261,11 @@ void products() {
   check("gemm", Gemm(nullptr, m.in(kE5M2, {rows, k}), m.in(kE5M2, {cols, k}), m.in(kF32, {}), m.in(kF32, {}),
                      m.in(kF32, {cols}), m.in(kBf16, {rows, cols}), m.in(kF32, {}), m.out(kE4M3, {rows, cols}),
                      m.scalar(), m.bytes(kCublasLtScratch + (1 << 20)), {1, true, "", {}}));
+  for (const int64_t odd : {1, 15, 18, 44}) {
+    check("gemm", Gemm(nullptr, m.in(kE4M3, {rows, odd}), m.in(kE4M3, {48, odd}), m.in(kF32, {}), m.in(kF32, {}),
+                       m.none(), m.none(), m.none(), m.out(kBf16, {rows, 48}), m.nothing(),
+                       m.bytes(kCublasLtScratch + (1 << 20)), {1, true, "", {}}));
+  }
   check("gemm", Gemm(nullptr, m.in(kE4M3, {64, 64}), m.in(kE4M3, {64, 64}), m.in(kF32, {}), m.in(kF32, {}),
                      m.in(kF32, {64}), m.none(), m.none(), m.out(kBf16, {64, 64}), m.nothing(),
                      m.bytes(kCublasLtScratch + (1 << 20)), {1, false, "", {}}));

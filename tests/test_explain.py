@@ -211,8 +211,12 @@ def test_attention_and_products_say_why_something_else_runs(monkeypatch):
         return attended, gemm(a, b, None, None, None, None, None, dtype=jnp.float32).d
 
     heads = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.bfloat16)
-    for k, why in ((32, ""), (24, "in bf16: FP8 tensor cores need k and n in multiples of 16")):
-        a, b = (jax.ShapeDtypeStruct((16, k), jnp.float8_e4m3fn) for _ in range(2))
+    for n, k, why in (
+        (16, 32, ""),
+        (16, 24, "k filled up to a multiple of 16"),
+        (24, 32, "in bf16: FP8 tensor cores need n in multiples of 16"),
+    ):
+        a, b = (jax.ShapeDtypeStruct((rows, k), jnp.float8_e4m3fn) for rows in (8, n))
         with pytest.warns(UserWarning, match="score_mod"):
             backends._warn.cache_clear()
             *attention, product = te.explain(step, heads, heads, heads, a, b).rows

@@ -133,6 +133,20 @@ def test_gain_follows_what_was_measured():
         assert (gain([Product(row["m"], row["k"], row["n"])]) > 0) == (row["fp8_ms"] < row["bf16_ms"]), row
 
 
+def test_features_that_tensor_cores_do_not_take_stay_in_high_precision(on_gpu):
+    module, x = te_flax.LayerNormMLP(intermediate_dim=12000), jax.ShapeDtypeStruct((16384, 4000), jnp.bfloat16)
+    odd = te_flax.LayerNormMLP(intermediate_dim=12001)
+    with te.autocast(True):
+        for model, chosen in ((module, "fp8"), (odd, "high")):
+            variables = jax.eval_shape(model.init, jax.random.key(0), x)
+            assert {precision for precision, _ in products(model, variables, x)} == {chosen}
+
+
+def test_tokens_that_need_filling_up_gain_less():
+    whole, odd = (gain([Product(tokens, 2048, 2048)]) for tokens in (8192, 8191))
+    assert 0 < odd < 0.9 * whole
+
+
 def test_gain_grows_with_size_and_shrinks_with_devices():
     sizes = [Product(8192, n, n) for n in (256, 1024, 4096)]
     gains = [gain([p]) for p in sizes]

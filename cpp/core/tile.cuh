@@ -143,14 +143,25 @@ struct TransposedTile {
       if (vector) {
         *reinterpret_cast<uint4*>(p) = q;
       } else {
-        store_bytes(p, q, rows - row);
+        store_some(p, q, rows - row);
       }
     }
   }
 
  private:
-  __device__ __noinline__ static void store_bytes(uint8_t* p, uint4 q, int64_t n) {
+  // The first n of 16 bytes, to any address: as large words as it lets.
+  __device__ __noinline__ static void store_some(uint8_t* p, uint4 q, int64_t n) {
+    if (n >= 16 && reinterpret_cast<uintptr_t>(p) % 8 == 0) {
+      reinterpret_cast<uint2*>(p)[0] = {q.x, q.y};
+      reinterpret_cast<uint2*>(p)[1] = {q.z, q.w};
+      return;
+    }
     const uint32_t bytes[4] = {q.x, q.y, q.z, q.w};
+    if (n >= 16 && reinterpret_cast<uintptr_t>(p) % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) reinterpret_cast<uint32_t*>(p)[i] = bytes[i];
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       if (i < n) p[i] = static_cast<uint8_t>(bytes[i / 4] >> (i % 4 * 8));

@@ -1,6 +1,9 @@
 // The matrix product on the GPU: one call of cuBLASLt where it can do it all, which is what training uses.
 //
-// It can't do FP8 with K or N no multiple of 16, E5M2 x E5M2, or some mixtures of dtypes. Those products take
+// FP8 wants K in multiples of 16. Any other, as the tokens are that a weight's gradient sums over where a sequence has
+// odd length, is filled up with zeros: `pad` copies both operands (2 bytes an element).
+//
+// It can't do FP8 with N no multiple of 16, E5M2 x E5M2, or some mixtures of dtypes. Those products take
 // three steps: FP8 operands to bf16, which holds them exactly (3 bytes an element); the product in bf16 with an
 // f32 result; and `finish` for scales, bias, c, cast and amax (4 bytes an element of d, and those of d and c).
 #include <algorithm>
@@ -46,6 +49,34 @@ __global__ void __launch_bounds__(kThreads) widen(const uint8_t* x, bf16* y, int
     v[j] = two.x, v[j + 1] = two.y;
   }
   store8(y + i, round8<bf16>(v), count, vector);
+}
+
+// Rows of k bytes, each followed by zeros up to `padded`, a multiple of 16. A thread stores 16 bytes, of which it reads
+// the 4 or 5 words around them, whose address need be no multiple of anything.
+__global__ void __launch_bounds__(kThreads) pad(const uint8_t* x, uint8_t* y, int64_t rows, int64_t k, int64_t padded) {
+  const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 16;
+  if (at >= rows * padded) return;
+  const int64_t row = at / padded, col = at - row * padded;
+  const uint8_t* const from = x + row * k + col;
+  const int count = static_cast<int>(min(k - col, int64_t{16})), shift = reinterpret_cast<uintptr_t>(from) % 4;
+  uint32_t words[5] = {};
+  const uint8_t* const first = from - shift;  // the word that holds the first byte
+  if (first >= x && first + sizeof(words) <= x + rows * k) {
+#pragma unroll
+    for (int i = 0; i < 5; ++i) words[i] = __ldg(reinterpret_cast<const uint32_t*>(first) + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 20; ++i) {
+      if (i >= shift && i < shift + count) words[i / 4] |= static_cast<uint32_t>(first[i]) << (i % 4 * 8);
+    }
+  }
+  uint32_t out[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int here = min(max(count - 4 * i, 0), 4);  // bytes of this word
+    out[i] = __funnelshift_r(words[i], words[i + 1], shift * 8) & (here == 4 ? ~0u : (1u << here * 8) - 1);
+  }
+  *reinterpret_cast<uint4*>(y + at) = make_uint4(out[0], out[1], out[2], out[3]);
 }
 
 // A bias in the dtype that cuBLASLt wants.
@@ -128,16 +159,23 @@ cudaError_t launch_widen(cudaStream_t stream, const Matrix& x, bf16* y) {
                 aligned(x.data));
 }
 
+constexpr int64_t kFp8Multiple = 16;  // of k and n
+
+cudaError_t launch_pad(cudaStream_t stream, const Matrix& x, uint8_t* y, int64_t padded) {
+  return launch({ceil_div(x.rows * padded, 16 * kThreads), kThreads}, stream, pad, x.as<uint8_t>(), y, x.rows, x.cols,
+                padded);
+}
+
 // ---- One call ---------------------------------------------------------------------------------------
 
-// Whether cuBLASLt does it all; `_fused_on_cuda` in ops/gemm.py is the same rule.
+// Whether cuBLASLt does it all; `_limits_of_cublaslt` in ops/gemm.py is the same rule.
 bool fused(const GemmOperands& in, DType d, bool amax, const GemmShape& s) {
   const DType a = in.a.element_type(), b = in.b.element_type();
   const bool c_as_d = absent(in.c) || in.c.element_type() == d;
   if (s.k == 0) return false;
   if (!is_fp8(a)) return (d == a || d == DType::F32) && c_as_d && !amax;
   const bool any_e5m2 = a == DType::F8E5M2 || b == DType::F8E5M2;
-  if (s.k % 16 || s.n % 16 || (a == b && any_e5m2)) return false;
+  if (s.n % kFp8Multiple || (a == b && any_e5m2)) return false;
   if (is_fp8(d)) return (d == DType::F8E4M3FN || any_e5m2) && (absent(in.c) || in.c.element_type() != DType::F32);
   const bool exact_bias = absent(in.bias) || d != DType::F32 || in.bias.element_type() == DType::BF16;
   return exact_bias && c_as_d && !amax;
@@ -155,10 +193,11 @@ struct Call {
   Matrix a, b, d;
   bool fused;
   CublasLtProduct product;
-  void* bias = nullptr;                       // the bias in bias_dtype, where it comes in another
-  bf16 *a_bf16 = nullptr, *b_bf16 = nullptr;  // FP8 operands widened
-  float* sums = nullptr;                      // what finish reads
-  void* scratch = nullptr;                    // cuBLASLt's own
+  void* bias = nullptr;                              // the bias in bias_dtype, where it comes in another
+  uint8_t *a_padded = nullptr, *b_padded = nullptr;  // FP8 operands with more of k
+  bf16 *a_bf16 = nullptr, *b_bf16 = nullptr;         // FP8 operands widened
+  float* sums = nullptr;                             // what finish reads
+  void* scratch = nullptr;                           // cuBLASLt's own
 
   bool empty() const { return shape.m == 0 || shape.n == 0; }
 };
@@ -216,6 +255,11 @@ Check plan(const GemmOperands& in, Out& d, Out& amax, Out& workspace, const Gemm
       p.bias = in.bias.untyped_data();
       p.bias_dtype = bias_dtype(p.a_dtype, p.c_dtype, p.d_dtype);
       if (in.bias.element_type() != p.bias_dtype) p.bias = call.bias = cutter.cut(4 * s.n);
+    }
+    if (fp8 && s.k % kFp8Multiple) {
+      p.k = ceil_div(s.k, kFp8Multiple) * kFp8Multiple;
+      p.a = call.a_padded = static_cast<uint8_t*>(cutter.cut(s.m * p.k));
+      p.b = call.b_padded = static_cast<uint8_t*>(cutter.cut(s.n * p.k));
     }
   } else {
     // The sums go where d goes, unless `finish` finds c there.
@@ -280,6 +324,8 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
     TE_CUDA_CHECK(launch({ceil_div(s.n, kThreads), kThreads}, stream, convert, bias.untyped_data(), bias.element_type(),
                          call.bias, call.product.bias_dtype, s.n));
   }
+  if (call.a_padded) TE_CUDA_CHECK(launch_pad(stream, call.a, call.a_padded, call.product.k));
+  if (call.b_padded) TE_CUDA_CHECK(launch_pad(stream, call.b, call.b_padded, call.product.k));
   if (call.a_bf16) TE_CUDA_CHECK(launch_widen(stream, call.a, call.a_bf16));
   if (call.b_bf16) TE_CUDA_CHECK(launch_widen(stream, call.b, call.b_bf16));
   if (s.k == 0) {

@@ -33,6 +33,10 @@ ROUNDOFF = {
 }
 
 
+def is_fp8(dtype) -> bool:
+    return dtype in (E4M3, E5M2)
+
+
 class Case(NamedTuple):
     m: int
     n: int
@@ -64,7 +68,7 @@ PRODUCTS = [
     *[Case(m, m, 4096, a, a, F32) for m in (5, 40) for a in (E4M3, F32)],
 ]
 EPILOGUES = [
-    # On a GPU, cuBLASLt does FP8 where N and K are multiples of 16, and bf16 stands in elsewhere.
+    # On a GPU, cuBLASLt does FP8 where N is a multiple of 16, and bf16 stands in elsewhere; K is filled up to one.
     *[
         Case(20, n, k, d=d, bias=bias, c=c, amax=amax)
         for n, k in [(30, 40), (48, 64)]
@@ -73,6 +77,8 @@ EPILOGUES = [
         for c in (None, d)
         for amax in (False, True)
     ],
+    *[Case(m, 48, k, E5M2, E4M3, d, BF16, d) for d in (BF16, F32) for m in (1, 33) for k in (1, 15, 17, 30, 44, 8184)],
+    *[Case(20, 48, 1001, d=d, bias=BF16, c=BF16, amax=is_fp8(d), split=False) for d in (BF16, E4M3)],
     *[Case(20, 30, 40, a, a, a, bias, a, amax=True) for a in (F32, F16, BF16) for bias in (F32, F16)],
     *[Case(20, 32, 48, E5M2, E4M3, d, bias=F32, c=c, amax=True) for d in (E4M3, E5M2) for c in (None, BF16, F16, F32)],
     Case(16, 16, 16, scales=False),
@@ -102,10 +108,6 @@ def sum_error(case: Case) -> float:
 def on_cpu():
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
-
-
-def is_fp8(dtype) -> bool:
-    return dtype in (E4M3, E5M2)
 
 
 def f64(x) -> np.ndarray:

@@ -14,6 +14,8 @@ from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.quantize import E5M2, is_fp8
 from transformer_engine_jax.ops.result import store
 
+FP8_MULTIPLE = 16  # what FP8 tensor cores want of the contracted axes, and of the columns of the result
+
 
 class Gemm(NamedTuple):
     d: jax.Array  # [m.., n..] in `dtype`
@@ -34,7 +36,7 @@ def _limits_of_cublaslt(a, b, bias, c, dtype, amax: bool, k: int, n: int):
         yield not c_as_d, "c has another dtype than d"
         yield amax, "cuBLASLt finds the amax of FP8 results alone"
         return
-    yield bool(k % 16 or n % 16), "in bf16: FP8 tensor cores need k and n in multiples of 16"
+    yield bool(n % FP8_MULTIPLE), f"in bf16: FP8 tensor cores need n in multiples of {FP8_MULTIPLE}"
     yield a.dtype == E5M2 and b.dtype == E5M2, "in bf16: FP8 tensor cores have no product of E5M2 and E5M2"
     if is_fp8(dtype):
         yield dtype == E5M2 and E5M2 not in (a.dtype, b.dtype), "in bf16: an E5M2 result needs an E5M2 operand"
@@ -56,16 +58,19 @@ def _note(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes, am
     """Why cuBLASLt needs help with this product, "" where it does not."""
     _, n, k = _sizes(a, b, k_axes)
     limits = _limits_of_cublaslt(a, b, bias, c, np.dtype(dtype), amax, k, n)
-    return next((why for past, why in limits if past), "")
+    filled = f"k filled up to a multiple of {FP8_MULTIPLE}" if is_fp8(a.dtype) and k % FP8_MULTIPLE else ""
+    return next((why for past, why in limits if past), filled)
 
 
 def _scratch(a, b, a_scale_inv, b_scale_inv, bias, c, d_scale, *, dtype, k_axes, amax, in_place, **_) -> int:
-    """Scratch of the CUDA handler: cuBLASLt's own and a bias in another dtype; where cuBLASLt can't do it all, the
-    sums in f32 and FP8 operands in bf16. Each piece is aligned to 256 bytes."""
+    """Scratch of the CUDA handler: cuBLASLt's own, a bias in another dtype and FP8 operands with more of k; where
+    cuBLASLt can't do it all, the sums in f32 and FP8 operands in bf16. Each piece is aligned to 256 bytes."""
     dtype = np.dtype(dtype)
     m, n, k = _sizes(a, b, k_axes)
     if not any(past for past, _ in _limits_of_cublaslt(a, b, bias, c, dtype, amax, k, n)):
         pieces = [0 if bias is None else 4 * n]
+        if is_fp8(a.dtype) and k % FP8_MULTIPLE:
+            pieces += [rows * -(-k // FP8_MULTIPLE) * FP8_MULTIPLE for rows in (m, n)]
     else:
         pieces = [0 if dtype == np.float32 and not in_place else 4 * m * n]
         pieces += [2 * m * k, 2 * n * k] if is_fp8(a.dtype) else []
