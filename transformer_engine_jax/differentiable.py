@@ -5,11 +5,14 @@ The only module that touches custom_vjp.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
@@ -60,6 +63,40 @@ def _resharded(cotangent, sharding):
     return jax.sharding.reshard(cotangent, sharding)
 
 
+# --- What a backward needs, stored ------------------------------------------------------------------------------------
+#
+# A scan stacks it, and XLA on the CPU moves values of FP8 one by one, hundreds of times as slowly as bytes.
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes"], meta_fields=["dtype"])
+@dataclasses.dataclass(frozen=True)
+class _Fp8Codes:
+    """An FP8 array as its bytes."""
+
+    codes: jax.Array  # u8
+    dtype: np.dtype
+
+
+def stored(values: Any) -> Any:
+    """The values with FP8 arrays as bytes, for `restored`."""
+
+    def store(x):
+        is_fp8 = _is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+        return _Fp8Codes(jax.lax.bitcast_convert_type(x, jnp.uint8), np.dtype(x.dtype)) if is_fp8 else x
+
+    return jax.tree.map(store, values)
+
+
+def restored(values: Any) -> Any:
+    """What `stored` was given."""
+    is_fp8 = lambda x: isinstance(x, _Fp8Codes)
+    restore = lambda x: jax.lax.bitcast_convert_type(x.codes, x.dtype) if is_fp8(x) else x
+    return jax.tree.map(restore, values, is_leaf=is_fp8)
+
+
+# --- Ops -------------------------------------------------------------------------------------------------------------
+
+
 def differentiable(forward: Callable, backward: Callable) -> Callable:
     """An op from its two passes: ``op(static, *args)``.
 
@@ -78,11 +115,16 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     def op_forward(static, *args):
         out, residuals = forward(static, *args)
-        return out, (residuals, _Shardings(tuple(jax.typeof(x).sharding if _is_array(x) else None for x in args)))
+        return out, (
+            stored(residuals),
+            _Shardings(tuple(jax.typeof(x).sharding if _is_array(x) else None for x in args)),
+        )
 
     def op_backward(static, saved, cotangent):
         residuals, shardings = saved
-        residuals, cotangent = all_at_once(residuals, cotangent)  # where it is given early, it waits for the forward
+        residuals, cotangent = all_at_once(
+            restored(residuals), cotangent
+        )  # where it is given early, it waits for the forward
         return tuple(map(_resharded, backward(static, residuals, cotangent), shardings))
 
     op.defvjp(op_forward, op_backward)

@@ -28,6 +28,8 @@ def gemms_with_no_batch_dims_saveable(primitive, *operands, **params) -> bool:
 
 def quantized_saveable(primitive, *operands, **params) -> bool:
     """Saves what is quantized, with its scales and amaxes, so that no tensor is quantized twice."""
+    if primitive is jax.lax.bitcast_convert_type_p:
+        return is_fp8(operands[0].dtype)  # as bytes, see differentiable.stored
     if primitive is not kernel_p:
         return False
     call = params["call"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.differentiable import differentiable, restored, stored
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.state import GIVEN
 from transformer_engine_jax.ops.state import report as report_of
@@ -224,8 +224,13 @@ class Casting(NamedTuple):
 
     @staticmethod
     def result(q, q_t, out, colsum=None) -> Cast:
-        """A kernel's results, of which q and q_t are the cast, as QuantizedTensors."""
-        tensors = [None if data is None else QuantizedTensor(data, out.scale_inv) for data in (q, q_t)]
+        """A kernel's results, of which q and q_t are the cast, as QuantizedTensors.
+
+        They are bytes on the way, which XLA drops, so that a checkpoint policy has bytes to save.
+        """
+        tensors = [
+            None if data is None else QuantizedTensor(data, out.scale_inv) for data in restored(stored((q, q_t)))
+        ]
         return Cast(*tensors, out.amax if out.report is None else out.report, colsum)
 
 
@@ -239,7 +244,7 @@ def quantize_for(quantizer: Quantizer, x, *, k_axes=1, q=True, q_t=False, colsum
 def named(quantizer: Quantizer, saved: Any) -> Any:
     """What a backward needs of a quantized tensor, under the name that the Quantizer has for checkpoint policies."""
     name = quantizer.spec.checkpoint_name
-    return saved if name is None else checkpoint_name(saved, name)
+    return saved if name is None else restored(checkpoint_name(stored(saved), name))
 
 
 def quantize_stack_for(quantizer: Quantizer, parts: Sequence[jax.Array], *, colsum=False) -> Cast:
