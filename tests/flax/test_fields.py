@@ -698,8 +698,8 @@ def names_of(program: Program) -> list[str]:
 
 
 def names_in_fp8(jaxpr) -> list[str]:
-    """Those of arrays in FP8."""
-    return re.findall(r":f8_\w+\[[\d,]*\] = name\[name=(\w+)\]", str(jaxpr))
+    """Those of arrays in FP8, which bear them as bytes."""
+    return re.findall(r":u8\[[\d,]*\] = name\[name=(\w+)\]", str(jaxpr))
 
 
 def assert_renames(program: Callable, name: str, field: str, others: dict) -> None:
