@@ -148,9 +148,10 @@ def all_at_once(*values):
     On one device XLA computes first what leads on to the inputs' gradients, and last of all the gradients of weights
     (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices the
     order is left to it: there it hides the collectives of one gradient behind the products of others. So it is in the
-    layers of a scan, where kernels use their places in stacked arrays as they are, unless a barrier is between.
+    backward pass of a scan's layers, where kernels use their places in stacked arrays as they are, unless a barrier is
+    between. In the forward pass it stays: what goes on and is stacked too XLA would compute once for each.
     """
-    if devices() > 1 or _in_layers_of_a_scan():
+    if devices() > 1 or _in_backward_of_a_scan():
         return values
     leaves, tree = jax.tree.flatten(values)
     return jax.tree.unflatten(tree, all_at_once_p.bind(*leaves))
@@ -159,14 +160,14 @@ def all_at_once(*values):
 _LOOPS = inspect.unwrap(jax.lax.scan).__code__.co_filename
 
 
-def _in_layers_of_a_scan() -> bool:
-    """Whether JAX differentiates a scan, what is traced being its body; only JAX's own functions on the stack tell.
+def _in_backward_of_a_scan() -> bool:
+    """Whether JAX transposes a scan, of whose body this is the backward pass; only its functions on the stack tell.
 
-    Not so where gradients are taken inside of a body, as over microbatches.
+    Not so where gradients are taken inside of a body, as over microbatches: those stack nothing.
     """
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == _LOOPS and frame.f_code.co_name.startswith("_scan_"):
+        if frame.f_code.co_filename == _LOOPS and frame.f_code.co_name.startswith("_scan_transpose"):
             return True
         frame = frame.f_back
     return False
