@@ -6,6 +6,7 @@ python -m benchmarks attention --config llama
 python -m benchmarks kernels --hidden 4096 16384
 python -m benchmarks accumulation
 python -m benchmarks precision
+python -m benchmarks stack --config llama --layers 4
 python -m benchmarks train --steps 300
 python -m benchmarks sharded --config llama
 python -m benchmarks memory --config llama
@@ -32,6 +33,7 @@ from benchmarks import (
     readme,
     report,
     sharded,
+    stack,
     train,
 )
 from benchmarks.shapes import SHAPES
@@ -44,6 +46,7 @@ MODULES = {
     "precision": precision,
     "attention": attention,
     "kernels": kernels,
+    "stack": stack,
     "train": train,
     "sharded": sharded,
     "memory": memory,
@@ -95,6 +98,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             add("--rounds", type=int, default=12, help="in each of which every contender runs")
             add("--calls", type=int, default=5, help="of each contender in a round")
             add("--turn", type=float, default=TURN, metavar="SECONDS", help="that it runs in a round at least")
+        if name == "stack":
+            add("--layers", type=int, default=stack.LAYERS)
         if name == "sharded":
             add("--devices", type=int, metavar="N", help="how many (default: all)")
         if name == "layer":
@@ -136,6 +141,8 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
     if args.what == "layer":
         against = chosen(args.against or LAYERS, peers.CONTENDERS)
         return layer.run(args.config, against, floor=not args.no_floor, copy=tuple(args.copy), **timing)
+    if args.what == "stack":
+        return stack.run(args.config, chosen(args.against or stack.DEFAULT, peers.CONTENDERS), args.layers, **timing)
     module = MODULES[args.what]
     if args.what == "sharded":
         timing["devices"] = args.devices

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds for the GPU that is here, with the packages that are here, and runs checks and tests on it.
 #
-#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [accumulation] [precision] [attention] [sharded] [sanitize]
+#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [accumulation] [precision] [attention] [stack] [sharded] [sanitize]
 #
 # Logs go to the folder OUT; the parts default to the first three.
 set -u -o pipefail
@@ -29,7 +29,7 @@ for part in "${@:-kernels tests train}"; do
         for tool in memcheck "racecheck few"; do
           compute-sanitizer --tool ${tool% *} --error-exitcode 9 build/sanitize/te_sanitize ${tool#"${tool% *}"} 2>&1 | tee "$out/$tool.log" | tail -2 || status=1
         done ;;
-      kernels | layer | gemm | accumulation | precision | attention | sharded) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
+      kernels | layer | gemm | accumulation | precision | attention | stack | sharded) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
       *) echo "unknown step $step"; exit 2 ;;
     esac || status=1
   done

@@ -80,6 +80,18 @@ TABLES: dict[str, tuple[str, Columns]] = {
             **OFF,
         },
     ),
+    "stack": (
+        "A stack of layers: forward, backward and an update in place",
+        {
+            "config": lambda r: f"{r['layers']} of {r['config']}, {'scanned' if r['scanned'] else 'unrolled'}",
+            "layer": lambda r: r["contender"],
+            "ms": lambda r: f"{r['ms']:.3g}",
+            "spread": lambda r: f"{r['spread']:.0%}",
+            "speed-up": lambda r: f"{r['speedup']:.2f}",
+            "compile s": lambda r: f"{r['compile_s']:.1f}",
+            "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
+        },
+    ),
     "train": (
         "Training on real bytes",
         {

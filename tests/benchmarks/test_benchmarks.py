@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import compare, floor, gemm, kernels, layer, memory, peers, readme, report, sharded
+from benchmarks import compare, floor, gemm, kernels, layer, memory, peers, readme, report, sharded, stack
 from benchmarks.shapes import SHAPES, products
 from benchmarks.timing import Repeated, Timing, interleaved
 from examples.gpt.data import load
@@ -240,6 +240,29 @@ def test_train_compares_losses_on_the_same_bytes(tmp_path):
     assert bf16["difference"] == 0 and 0 < abs(delayed["difference"]) < 0.05  # other numbers, the same training
     assert bf16["unigram_entropy"] == pytest.approx(load(str(data), 32).unigram_entropy, rel=1e-4)
     assert bf16["tokens_per_s"] > 0 and bf16["seq"] == 32
+
+
+def test_a_stack_is_scanned_and_unrolled_and_the_same(tmp_path):
+    rows = rows_of(tmp_path, "stack", "--config", "tiny", "--layers", "2", "--against", "flax,te-delayed", *QUICK)
+    assert [(row["scanned"], row["contender"]) for row in rows] == [
+        (scanned, contender) for scanned in (True, False) for contender in ("flax", "te-delayed")
+    ]
+    assert all(row["ms"] > 0 and row["temp_gib"] > 0 and row["speedup"] > 0 for row in rows)
+    scanned, unrolled = (stack.Step("te-delayed", SHAPES["tiny"], 2, scanned) for scanned in (True, False))
+    one = lambda tree, i: jax.tree.map(lambda a: a[i], tree["layers"])
+    unrolled.params = {f"layer_{i}": one(scanned.params, i) for i in range(2)}
+    unrolled.state = {stack.STATE: {f"layer_{i}": one(scanned.state[stack.STATE], i) for i in range(2)}}
+    _, dx = scanned()
+    _, expected = unrolled()
+    assert float(compare.off(dx, expected)) < 1e-2  # XLA may fuse what is between kernels otherwise
+    states = (
+        jax.tree.leaves(scanned.state),
+        jax.tree.leaves(
+            jax.tree.map(lambda *a: jax.numpy.stack(a), *(unrolled.state[stack.STATE][f"layer_{i}"] for i in range(2)))
+        ),
+    )
+    for got, wanted in zip(*states, strict=True):
+        assert float(compare.off(got, wanted)) < 1e-2
 
 
 def test_sharded_is_the_layer(tmp_path, monkeypatch):
