@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds for the GPU that is here, with the packages that are here, and runs checks and tests on it.
 #
-#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [accumulation] [precision] [attention] [stack] [sharded] [sanitize]
+#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [accumulation] [precision] [attention] [stack]
+#                         [sharded] [sanitize]
 #
 # Logs go to the folder OUT; the parts default to the first three.
 set -u -o pipefail
