@@ -117,16 +117,13 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     def op_forward(static, *args):
         out, residuals = forward(static, *args)
-        return out, (
-            stored(residuals),
-            _Shardings(tuple(jax.typeof(x).sharding if _is_array(x) else None for x in args)),
-        )
+        shardings = _Shardings(jax.typeof(x).sharding if _is_array(x) else None for x in args)
+        return out, (stored(residuals), shardings)
 
     def op_backward(static, saved, cotangent):
         residuals, shardings = saved
-        residuals, cotangent = all_at_once(
-            restored(residuals), cotangent
-        )  # where it is given early, it waits for the forward
+        # A cotangent that is given early waits for the forward.
+        residuals, cotangent = all_at_once(restored(residuals), cotangent)
         return tuple(map(_resharded, backward(static, residuals, cotangent), shardings))
 
     op.defvjp(op_forward, op_backward)

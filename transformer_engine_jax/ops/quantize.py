@@ -228,9 +228,8 @@ class Casting(NamedTuple):
 
         They are bytes on the way, which XLA drops, so that a checkpoint policy has bytes to save.
         """
-        tensors = [
-            None if data is None else QuantizedTensor(data, out.scale_inv) for data in restored(stored((q, q_t)))
-        ]
+        casts = restored(stored((q, q_t)))
+        tensors = [None if data is None else QuantizedTensor(data, out.scale_inv) for data in casts]
         return Cast(*tensors, out.amax if out.report is None else out.report, colsum)
 
 
