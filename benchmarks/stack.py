@@ -14,11 +14,11 @@ from benchmarks.layer import temp_gib
 from benchmarks.peers import CONTENDERS
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import interleaved, without_failures
+from transformer_engine_jax.flax import STATE_COLLECTION
 
 DEFAULT = ["flax", "te-bf16", "te-delayed", "te-current"]
 LAYERS = 4
 LEARNING_RATE = 1e-9  # a step that keeps the parameters where they are
-STATE = "_overwrite_with_gradient"
 
 
 class Body(nn.Module):
@@ -47,7 +47,7 @@ class Stack(nn.Module):
             return x
         scan = nn.scan(
             Body,
-            variable_axes={"params": 0, STATE: 0},
+            variable_axes={"params": 0, STATE_COLLECTION: 0},
             split_rngs={"params": True},
             length=self.layers,
             metadata_params={nn.PARTITION_NAME: None},

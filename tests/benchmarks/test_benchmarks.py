@@ -14,6 +14,7 @@ from benchmarks import compare, floor, gemm, kernels, layer, memory, peers, read
 from benchmarks.shapes import SHAPES, products
 from benchmarks.timing import Repeated, Timing, interleaved
 from examples.gpt.data import load
+from transformer_engine_jax.flax import STATE_COLLECTION
 from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.quantize import amax, quantize
 
@@ -251,14 +252,16 @@ def test_a_stack_is_scanned_and_unrolled_and_the_same(tmp_path):
     scanned, unrolled = (stack.Step("te-delayed", SHAPES["tiny"], 2, scanned) for scanned in (True, False))
     one = lambda tree, i: jax.tree.map(lambda a: a[i], tree["layers"])
     unrolled.params = {f"layer_{i}": one(scanned.params, i) for i in range(2)}
-    unrolled.state = {stack.STATE: {f"layer_{i}": one(scanned.state[stack.STATE], i) for i in range(2)}}
+    unrolled.state = {STATE_COLLECTION: {f"layer_{i}": one(scanned.state[STATE_COLLECTION], i) for i in range(2)}}
     _, dx = scanned()
     _, expected = unrolled()
     assert float(compare.off(dx, expected)) < 1e-2  # XLA may fuse what is between kernels otherwise
     states = (
         jax.tree.leaves(scanned.state),
         jax.tree.leaves(
-            jax.tree.map(lambda *a: jax.numpy.stack(a), *(unrolled.state[stack.STATE][f"layer_{i}"] for i in range(2)))
+            jax.tree.map(
+                lambda *a: jax.numpy.stack(a), *(unrolled.state[STATE_COLLECTION][f"layer_{i}"] for i in range(2))
+            )
         ),
     )
     for got, wanted in zip(*states, strict=True):
