@@ -100,6 +100,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             add("--turn", type=float, default=TURN, metavar="SECONDS", help="that it runs in a round at least")
         if name == "stack":
             add("--layers", type=int, default=stack.LAYERS)
+            add("--kinds", nargs="+", choices=list(stack.KINDS), default=list(stack.KINDS))
         if name == "sharded":
             add("--devices", type=int, metavar="N", help="how many (default: all)")
         if name == "layer":
@@ -142,7 +143,8 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
         against = chosen(args.against or LAYERS, peers.CONTENDERS)
         return layer.run(args.config, against, floor=not args.no_floor, copy=tuple(args.copy), **timing)
     if args.what == "stack":
-        return stack.run(args.config, chosen(args.against or stack.DEFAULT, peers.CONTENDERS), args.layers, **timing)
+        against = chosen(args.against or stack.DEFAULT, peers.CONTENDERS)
+        return stack.run(args.config, against, args.kinds, args.layers, **timing)
     module = MODULES[args.what]
     if args.what == "sharded":
         timing["devices"] = args.devices

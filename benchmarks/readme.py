@@ -83,7 +83,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
     "stack": (
         "A stack of layers: forward, backward and an update in place",
         {
-            "config": lambda r: f"{r['layers']} of {r['config']}, {'scanned' if r['scanned'] else 'unrolled'}",
+            "config": lambda r: f"{r['layers']} of {r['config']}, {r['kind']}",
             "layer": lambda r: r["contender"],
             "ms": lambda r: f"{r['ms']:.3g}",
             "spread": lambda r: f"{r['spread']:.0%}",

@@ -1,9 +1,10 @@
-"""A stack of layers, scanned and one after the other: forward, backward and an update of the parameters in place."""
+"""A stack of layers, scanned, rematerialised or one after the other: forward, backward and an update in place."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import flax
 import flax.linen as nn
@@ -14,11 +15,26 @@ from benchmarks.layer import temp_gib
 from benchmarks.peers import CONTENDERS
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import interleaved, without_failures
+from transformer_engine_jax import policies
 from transformer_engine_jax.flax import STATE_COLLECTION
 
 DEFAULT = ["flax", "te-bf16", "te-delayed", "te-current"]
 LAYERS = 4
 LEARNING_RATE = 1e-9  # a step that keeps the parameters where they are
+
+
+class Kind(NamedTuple):
+    scanned: bool = True
+    remat: bool = False  # whether the backward pass computes layers again, but what the policy saves
+    policy: Callable | None = None
+
+
+KINDS = {
+    "scanned": Kind(),
+    "scanned-remat": Kind(remat=True),
+    "scanned-remat-gemms": Kind(remat=True, policy=policies.gemms_saveable),
+    "unrolled": Kind(scanned=False),
+}
 
 
 class Body(nn.Module):
@@ -37,16 +53,18 @@ class Stack(nn.Module):
     contender: str
     shape: Shape
     layers: int
-    scanned: bool
+    kind: Kind
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        if not self.scanned:
+        scanned, remat, policy = self.kind
+        body = nn.remat(Body, policy=policy, prevent_cse=not scanned) if remat else Body
+        if not scanned:
             for i in range(self.layers):
-                x, _ = Body(self.contender, self.shape, name=f"layer_{i}")(x)
+                x, _ = body(self.contender, self.shape, name=f"layer_{i}")(x)
             return x
         scan = nn.scan(
-            Body,
+            body,
             variable_axes={"params": 0, STATE_COLLECTION: 0},
             split_rngs={"params": True},
             length=self.layers,
@@ -58,8 +76,8 @@ class Stack(nn.Module):
 class Step:
     """A compiled training step that gives its parameters and FP8 state back in their own buffers."""
 
-    def __init__(self, contender: str, shape: Shape, layers: int, scanned: bool):
-        stack, (_, context) = Stack(contender, shape, layers, scanned), CONTENDERS[contender](shape)
+    def __init__(self, contender: str, shape: Shape, layers: int, kind: Kind):
+        stack, (_, context) = Stack(contender, shape, layers, kind), CONTENDERS[contender](shape)
         x = jax.random.normal(jax.random.key(0), (shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
         self.x, self.dy = x, jax.random.normal(jax.random.key(1), x.shape, jnp.bfloat16)
 
@@ -82,18 +100,18 @@ class Step:
         return rest
 
 
-def run(configs: list[str], against: list[str], layers: int = LAYERS, **timing) -> Iterator[dict]:
-    """A row for each config, contender and kind of stack: ms, ratio to the first contender, compile time, memory."""
+def run(configs: list[str], against: list[str], kinds: list[str], layers: int = LAYERS, **timing) -> Iterator[dict]:
+    """A row for each config, kind of stack and contender: ms, ratio to the first contender, compile time, memory."""
     for config in configs:
-        for scanned in (True, False):
+        for kind in kinds:
             makers = {
-                name: lambda name=name, scanned=scanned: Step(name, SHAPES[config], layers, scanned) for name in against
+                name: lambda name=name, kind=kind: Step(name, SHAPES[config], layers, KINDS[kind]) for name in against
             }
             steps, failed = without_failures(makers, peer=lambda name: not name.startswith("te-"))
             timings = interleaved(steps, **timing)
             first = next((timings[name].median for name in against if name in timings), None)
             for name in against:
-                row = {"config": config, "contender": name, "layers": layers, "scanned": scanned}
+                row = {"config": config, "contender": name, "layers": layers, "kind": kind}
                 if name in failed:
                     yield row | {"skipped": failed[name]}
                     continue
@@ -103,7 +121,7 @@ def run(configs: list[str], against: list[str], layers: int = LAYERS, **timing) 
 
 
 def line(row: dict) -> str:
-    what = f"{row['config']:>6} {row['layers']} {'scanned ' if row['scanned'] else 'unrolled'} {row['contender']:<14}"
+    what = f"{row['config']:>6} {row['layers']} {row['kind']:<19} {row['contender']:<14}"
     if "skipped" in row:
         return f"{what} skipped: {row['skipped']}"
     return (

@@ -107,7 +107,7 @@ def test_a_backward_pass_waits_for_its_forward(devices):
         assert (output in runs(step, x, kernel, dy)[gradient]) == waits, count
 
 
-def test_the_backward_pass_of_a_scan_s_layers_has_none(devices):
+def test_the_layers_of_a_scan_have_none(devices):
     """A barrier between a kernel and its place in a stacked array would cost a copy; microbatches stack nothing."""
     devices(1)
     x, *kernels = (jnp.asarray(a, jnp.float32) for a in emulated.normal(0, (32, WIDTH), *[(WIDTH, WIDTH)] * 2))
@@ -129,9 +129,8 @@ def test_the_backward_pass_of_a_scan_s_layers_has_none(devices):
     def barriers(step):
         return str(jax.make_jaxpr(step)(x, kernels)).count("te_all_at_once")
 
-    forward, both = barriers(lambda *a: jax.linearize(unrolled, *a)[0]), barriers(jax.grad(unrolled, argnums=1))
-    assert 0 < forward < both and forward % 2 == 0
-    of_a_layer = forward // 2  # in the rematerialised one's backward pass its forward again
-    expected = ((scanned(layer), of_a_layer), (scanned(rematerialised), 2 * of_a_layer), (unrolled, both))
+    in_order = barriers(jax.grad(unrolled, argnums=1))
+    assert in_order > 0
+    expected = (scanned(layer), 0), (scanned(rematerialised), 0), (unrolled, in_order)
     for stack, count in expected:
         assert barriers(jax.grad(stack, argnums=1)) == barriers(over_microbatches(stack)) == count

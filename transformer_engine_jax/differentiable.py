@@ -113,10 +113,13 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def op(static, *args):
-        return forward(static, *args)[0]
+        return computed_once(forward(static, *args)[0], args)
 
     def op_forward(static, *args):
         out, residuals = forward(static, *args)
+        once = computed_once(out, args)
+        kept = dict(zip(map(id, jax.tree.leaves(out)), jax.tree.leaves(once)))
+        out, residuals = once, jax.tree.map(lambda x: kept.get(id(x), x), residuals)
         shardings = _Shardings(jax.typeof(x).sharding if _is_array(x) else None for x in args)
         return out, (stored(residuals), shardings)
 
@@ -144,30 +147,52 @@ def all_at_once(*values):
 
     On one device XLA computes first what leads on to the inputs' gradients, and last of all the gradients of weights
     (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices the
-    order is left to it: there it hides the collectives of one gradient behind the products of others. So it is in the
-    backward pass of a scan's layers, where kernels use their places in stacked arrays as they are, unless a barrier is
-    between. In the forward pass it stays: what goes on and is stacked too XLA would compute once for each.
+    order is left to it: there it hides the collectives of one gradient behind the products of others. So it is in
+    layers that are scanned, where kernels use their places in stacked arrays as they are, unless a barrier is between.
     """
-    if devices() > 1 or _in_backward_of_a_scan():
+    if devices() > 1 or _scan() in ("forward", "backward"):
         return values
     leaves, tree = jax.tree.flatten(values)
     return jax.tree.unflatten(tree, all_at_once_p.bind(*leaves))
 
 
+def computed_once(values: Any, given: Any = (), of: str | None = None) -> Any:
+    """The values, which a scan's body may use and the scan stack for its backward pass; not so where they are given.
+
+    A kernel whose result is only stacked writes it in its place. Where the result is used as well, XLA runs the kernel
+    twice (as of jaxlib 0.11.2), for its place and for the use; behind a barrier it runs once, and a copy follows.
+
+    of: what they are to checkpoint policies, which must save them behind the barrier: a "product", or "quantized".
+    """
+    if _scan() not in ("body", "forward"):
+        return values
+    as_they_are = set(map(id, jax.tree.leaves(given)))
+    once = functools.partial(computed_once_p.bind, of=of)
+    return jax.tree.map(lambda x: x if id(x) in as_they_are else restored(jax.tree.map(once, stored(x))), values)
+
+
 _LOOPS = inspect.unwrap(jax.lax.scan).__code__.co_filename
 
 
-def _in_backward_of_a_scan() -> bool:
-    """Whether JAX transposes a scan, of whose body this is the backward pass; only its functions on the stack tell.
+def _scan() -> str | None:
+    """Of a scan whose body JAX traces, the "forward" or "backward" pass, or "body" where it is not differentiated.
 
-    Not so where gradients are taken inside of a body, as over microbatches: those stack nothing.
+    Only its functions on the stack tell. Where gradients are taken inside of a body, as over microbatches, that is a
+    "body" in both passes.
     """
+    found = None
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename == _LOOPS and frame.f_code.co_name.startswith("_scan_transpose"):
-            return True
+        if frame.f_code.co_filename == _LOOPS:
+            name = frame.f_code.co_name
+            if name.startswith("_scan_transpose"):
+                return "backward"
+            if name in ("_scan_linearize", "_scan_jvp"):
+                found = "forward"
+            elif name == "scan":
+                found = found or "body"
         frame = frame.f_back
-    return False
+    return found
 
 
 # A barrier of XLA's, but one that lets go of what nobody uses: a rematerialised block that wants one of the values must
@@ -192,6 +217,16 @@ def _without_unused(used: list[bool], *others):
 
 
 partial_eval.dce_rules[all_at_once_p] = _without_unused
+
+
+computed_once_p = Primitive("te_computed_once")
+computed_once_p.def_impl(lambda x, of: x)
+computed_once_p.def_abstract_eval(lambda x, of: x)
+mlir.register_lowering(
+    computed_once_p, mlir.lower_fun(lambda x, of: jax.lax.optimization_barrier(x), multiple_results=False)
+)
+batching.primitive_batchers[computed_once_p] = lambda x, axes, of: (computed_once_p.bind(*x, of=of), *axes)
+ad.primitive_jvps[computed_once_p] = lambda x, dx, of: (computed_once_p.bind(*x, of=of), *dx)
 
 
 def _in_order_forward(_, *values):

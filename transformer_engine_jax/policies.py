@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax._src.lax.lax import _reduce_precision_lower
 from jax.interpreters import mlir
 
+from transformer_engine_jax.differentiable import computed_once_p
 from transformer_engine_jax.kernel import kernel_p
 from transformer_engine_jax.ops.quantize import is_fp8
 
@@ -30,6 +31,8 @@ def quantized_saveable(primitive, *operands, **params) -> bool:
     """Saves what is quantized, with its scales and amaxes, so that no tensor is quantized twice."""
     if primitive is jax.lax.bitcast_convert_type_p:
         return is_fp8(operands[0].dtype)  # as bytes, see differentiable.stored
+    if primitive is computed_once_p:
+        return params["of"] == "quantized"
     if primitive is not kernel_p:
         return False
     call = params["call"]
@@ -42,6 +45,8 @@ def _only_measures(call) -> bool:
 
 
 def _is_gemm(primitive, params) -> bool:
+    if primitive is computed_once_p:
+        return params["of"] == "product"
     return primitive is kernel_p and params["call"].kernel.name == "gemm"
 
 

@@ -243,29 +243,26 @@ def test_train_compares_losses_on_the_same_bytes(tmp_path):
     assert bf16["tokens_per_s"] > 0 and bf16["seq"] == 32
 
 
-def test_a_stack_is_scanned_and_unrolled_and_the_same(tmp_path):
+def test_stacks_of_all_kinds_are_the_same(tmp_path):
     rows = rows_of(tmp_path, "stack", "--config", "tiny", "--layers", "2", "--against", "flax,te-delayed", *QUICK)
-    assert [(row["scanned"], row["contender"]) for row in rows] == [
-        (scanned, contender) for scanned in (True, False) for contender in ("flax", "te-delayed")
+    assert [(row["kind"], row["contender"]) for row in rows] == [
+        (kind, contender) for kind in stack.KINDS for contender in ("flax", "te-delayed")
     ]
     assert all(row["ms"] > 0 and row["temp_gib"] > 0 and row["speedup"] > 0 for row in rows)
-    scanned, unrolled = (stack.Step("te-delayed", SHAPES["tiny"], 2, scanned) for scanned in (True, False))
+    steps = {name: stack.Step("te-delayed", SHAPES["tiny"], 2, kind) for name, kind in stack.KINDS.items()}
     one = lambda tree, i: jax.tree.map(lambda a: a[i], tree["layers"])
-    unrolled.params = {f"layer_{i}": one(scanned.params, i) for i in range(2)}
-    unrolled.state = {STATE_COLLECTION: {f"layer_{i}": one(scanned.state[STATE_COLLECTION], i) for i in range(2)}}
-    _, dx = scanned()
+    by_layer = lambda tree: {f"layer_{i}": one(tree, i) for i in range(2)}
+    stacked = lambda layers: {"layers": jax.tree.map(lambda *a: jax.numpy.stack(a), *layers.values())}
+    unrolled = steps["unrolled"]
+    unrolled.params = by_layer(steps["scanned"].params)
+    unrolled.state = {STATE_COLLECTION: by_layer(steps["scanned"].state[STATE_COLLECTION])}
     _, expected = unrolled()
-    assert float(compare.off(dx, expected)) < 1e-2  # XLA may fuse what is between kernels otherwise
-    states = (
-        jax.tree.leaves(scanned.state),
-        jax.tree.leaves(
-            jax.tree.map(
-                lambda *a: jax.numpy.stack(a), *(unrolled.state[STATE_COLLECTION][f"layer_{i}"] for i in range(2))
-            )
-        ),
-    )
-    for got, wanted in zip(*states, strict=True):
-        assert float(compare.off(got, wanted)) < 1e-2
+    expected = expected, stacked(unrolled.state[STATE_COLLECTION])
+    for name in steps.keys() - {"unrolled"}:
+        _, dx = steps[name]()
+        got = dx, steps[name].state[STATE_COLLECTION]
+        for one, other in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+            assert float(compare.off(one, other)) < 1e-2, name  # XLA may fuse what is between kernels otherwise
 
 
 def test_sharded_is_the_layer(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.differentiable import all_at_once, differentiable
+from transformer_engine_jax.differentiable import all_at_once, computed_once, differentiable
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.product import computes, product
@@ -75,13 +75,19 @@ def matmul(
     ).d
 
 
+def forward_matmul(a: QuantizedTensor, b: QuantizedTensor, *args) -> jax.Array:
+    """matmul, of what a scan may stack."""
+    a, b = computed_once((a, b), of="quantized")
+    return computed_once(matmul(a, b, *args), of="product")
+
+
 def dense_forward(
     static: Dense, cast_x: Cast, kernel, bias, main_grad, quantizers: GemmQuantizers, residual=None
 ) -> tuple[jax.Array, Saved]:
     """The output, from an input quantized both ways, and what the backward needs."""
     cast_kernel = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - static.k_axes, q=True, q_t=True)
     recipe = quantizers.x.spec.recipe
-    y = matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
+    y = forward_matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
     y, x_t = all_at_once(y, cast_x.q_t)
     return y, save(static, cast_x._replace(q_t=x_t), cast_kernel, main_grad, quantizers)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.differentiable import computed_once, differentiable
 from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
@@ -47,9 +47,9 @@ def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer) -> tuple[Ca
     run = functools.partial(norm_kernel, static, x, gamma, beta)
     measured = None if quantizer.spec.recipe.stateful else run(None, y=False, amax=True)
     casting = Casting.of(quantizer, lambda: measured.amax)
-    known = (None, None) if measured is None else statistics(measured)
+    known = (None, None) if measured is None else computed_once(statistics(measured), of="quantized")
     out = run(casting.scale, *known, y_t=True, **casting.options)
-    saved = named(quantizer, statistics(out if measured is None else measured))
+    saved = named(quantizer, statistics(out) if measured is None else known)
     return casting.result(out.y, out.y_t, out), NormSaved(x, gamma, beta, *saved)
 
 

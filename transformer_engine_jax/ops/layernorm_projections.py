@@ -21,7 +21,7 @@ from transformer_engine_jax.ops.dense import (
     check_dense,
     dense,
     dense_backward,
-    matmul,
+    forward_matmul,
     quantize_gradient,
     save,
 )
@@ -48,7 +48,7 @@ def _product(
 
     def result(kernel_t, bias):
         one = QuantizedTensor(kernel_t, transposed.scale_inv)
-        return matmul(cast_x.q, one, bias, 1, static.x_dtype, accumulation)
+        return forward_matmul(cast_x.q, one, bias, 1, static.x_dtype, accumulation)
 
     if kernel.ndim == 2 or not split:
         results = [result(transposed.data, bias)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.decisions import devices, platform
-from transformer_engine_jax.differentiable import all_at_once, differentiable
+from transformer_engine_jax.differentiable import all_at_once, computed_once, differentiable
 from transformer_engine_jax.ops.gemm import gemm
 
 
@@ -32,7 +32,9 @@ def _forward(static, x, kernel, bias, main_grad, residual):
     kernel = kernel.astype(x.dtype)
     bias = None if bias is None else bias.astype(x.dtype)
     options = dict(k_axes=static.k_axes, dtype=x.dtype, k_first="b")
-    y = gemm(x, _last(kernel, static.k_axes), None, None, bias, residual, None, **options).d
+    y = computed_once(
+        gemm(x, _last(kernel, static.k_axes), None, None, bias, residual, None, **options).d, of="product"
+    )
     return y, (x, kernel, main_grad if static.adds else None)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.differentiable import computed_once, differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.quantize import E4M3, dequantize, is_fp8, observe, quantize_for
@@ -59,7 +59,7 @@ def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...]
         WEIGHT_SCALE, 1 / WEIGHT_SCALE, 1.0 / v_descale if is_fp8(dtype) else 1.0, q_len, k_len,
         dtype=dtype, **static.attributes,
     )  # fmt: skip
-    amaxes = [cast.amax for cast in casts]
+    o, amaxes = computed_once(o, of="quantized"), [cast.amax for cast in casts]
     saved = stats, query, key, value, (o, v_descale), quantizers, amaxes, q_len, k_len
     return _wide(o, v_descale, query.dtype).reshape(query.shape), saved
 
