@@ -144,7 +144,7 @@ def test_of_attention_nothing_runs_twice(op):
 
 
 def test_of_products_in_16_bits_nothing_runs_twice():
-    x, kernels = jnp.zeros((8, 32), jnp.bfloat16), jnp.zeros((LENGTH, 32, 32), jnp.bfloat16)
+    x, kernels = jnp.zeros((8, 32), jnp.bfloat16), jnp.zeros((LENGTH, 32, 32))
 
     def body(x, kernel):
         for _ in range(2):  # the second keeps what the first gives

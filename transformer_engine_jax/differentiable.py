@@ -99,12 +99,13 @@ def restored(values: Any) -> Any:
 # --- Ops -------------------------------------------------------------------------------------------------------------
 
 
-def differentiable(forward: Callable, backward: Callable) -> Callable:
+def differentiable(forward: Callable, backward: Callable, gives: str | None = None) -> Callable:
     """An op from its two passes: ``op(static, *args)``.
 
     Args:
       forward: (static, *args) -> (output, residuals).
       backward: (static, residuals, cotangent of the output) -> one cotangent (a pytree, or None) per arg.
+      gives: what the output is to checkpoint policies, see computed_once.
 
     `static` is any hashable value: what the op needs to know at trace time, grouped in one place. Inside a manual
     shard_map, args that are arrays get summed cotangents where they are replicated; for other pytrees (states)
@@ -113,11 +114,11 @@ def differentiable(forward: Callable, backward: Callable) -> Callable:
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def op(static, *args):
-        return computed_once(forward(static, *args)[0], args)
+        return computed_once(forward(static, *args)[0], args, of=gives)
 
     def op_forward(static, *args):
         out, residuals = forward(static, *args)
-        once = computed_once(out, args)
+        once = computed_once(out, args, of=gives)
         kept = dict(zip(map(id, jax.tree.leaves(out)), jax.tree.leaves(once)))
         out, residuals = once, jax.tree.map(lambda x: kept.get(id(x), x), residuals)
         shardings = _Shardings(jax.typeof(x).sharding if _is_array(x) else None for x in args)
@@ -150,7 +151,7 @@ def all_at_once(*values):
     order is left to it: there it hides the collectives of one gradient behind the products of others. So it is in
     layers that are scanned, where kernels use their places in stacked arrays as they are, unless a barrier is between.
     """
-    if devices() > 1 or _scan() in ("forward", "backward"):
+    if devices() > 1 or in_scanned_layers():
         return values
     leaves, tree = jax.tree.flatten(values)
     return jax.tree.unflatten(tree, all_at_once_p.bind(*leaves))
@@ -169,6 +170,11 @@ def computed_once(values: Any, given: Any = (), of: str | None = None) -> Any:
     as_they_are = set(map(id, jax.tree.leaves(given)))
     once = functools.partial(computed_once_p.bind, of=of)
     return jax.tree.map(lambda x: x if id(x) in as_they_are else restored(jax.tree.map(once, stored(x))), values)
+
+
+def in_scanned_layers() -> bool:
+    """Whether this is a pass over layers that a scan runs, which stacks what the forward pass keeps."""
+    return _scan() in ("forward", "backward")
 
 
 _LOOPS = inspect.unwrap(jax.lax.scan).__code__.co_filename

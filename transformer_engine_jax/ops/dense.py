@@ -76,9 +76,8 @@ def matmul(
 
 
 def forward_matmul(a: QuantizedTensor, b: QuantizedTensor, *args) -> jax.Array:
-    """matmul, of what a scan may stack."""
-    a, b = computed_once((a, b), of="quantized")
-    return computed_once(matmul(a, b, *args), of="product")
+    """matmul, of operands that a scan may stack."""
+    return matmul(*computed_once((a, b), of="quantized"), *args)
 
 
 def dense_forward(
@@ -141,7 +140,7 @@ def _backward(static: Dense, saved: Saved, dy):
     return dx, *parameters, reports, dy if static.residual else None
 
 
-_fp8_dense = differentiable(_forward, _backward)
+_fp8_dense = differentiable(_forward, _backward, gives="product")
 
 
 def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:

@@ -74,7 +74,7 @@ def _backward(static: _Static, residuals: tuple[NormSaved, Saved], dy):
     return dx, dgamma, dbeta, *parameters, reports
 
 
-_fp8_layernorm_dense = differentiable(_forward, _backward)
+_fp8_layernorm_dense = differentiable(_forward, _backward, gives="product")
 
 
 def layernorm_dense(

@@ -92,7 +92,7 @@ def _backward(static: _Static, residuals: tuple, cotangents):
     return dx, dgamma, dbeta, tuple(reports), *parameters
 
 
-_fp8_layernorm_projections = differentiable(_forward, _backward)
+_fp8_layernorm_projections = differentiable(_forward, _backward, gives="product")
 
 
 def layernorm_projections(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.decisions import devices, platform
-from transformer_engine_jax.differentiable import all_at_once, computed_once, differentiable
+from transformer_engine_jax.differentiable import all_at_once, differentiable, in_scanned_layers
 from transformer_engine_jax.ops.gemm import gemm
 
 
@@ -29,13 +29,12 @@ def _last(x, axes: int) -> jax.Array:
 
 
 def _forward(static, x, kernel, bias, main_grad, residual):
-    kernel = kernel.astype(x.dtype)
+    given, kernel = kernel, kernel.astype(x.dtype)
     bias = None if bias is None else bias.astype(x.dtype)
     options = dict(k_axes=static.k_axes, dtype=x.dtype, k_first="b")
-    y = computed_once(
-        gemm(x, _last(kernel, static.k_axes), None, None, bias, residual, None, **options).d, of="product"
-    )
-    return y, (x, kernel, main_grad if static.adds else None)
+    y = gemm(x, _last(kernel, static.k_axes), None, None, bias, residual, None, **options).d
+    # A scan has the kernels as they are given, and would stack them once more in 16 bits.
+    return y, (x, given if in_scanned_layers() else kernel, main_grad if static.adds else None)
 
 
 def _gradient_dtype(static, x, kernel) -> np.dtype:
@@ -54,6 +53,7 @@ def _gradient_dtype(static, x, kernel) -> np.dtype:
 
 def _backward(static, residuals, dy):
     x, kernel, main_grad = residuals
+    kernel = kernel.astype(x.dtype)
     n_axes, m_axes = kernel.ndim - static.k_axes, x.ndim - static.k_axes
     options = dict(k_axes=m_axes, dtype=_gradient_dtype(static, x, kernel), k_first="ab", in_place=bool(static.adds))
     dkernel = gemm(_last(x, m_axes), _last(dy, m_axes), None, None, None, main_grad, None, **options).d
@@ -68,4 +68,4 @@ def _backward(static, residuals, dy):
 
 # (static: ops.dense.Dense, x[m.., k..], kernel[k.., n..], bias[n..], main_grad[k.., n..], residual[m.., n..])
 # -> [m.., n..] in x's dtype.
-product = differentiable(_forward, _backward)
+product = differentiable(_forward, _backward, gives="product")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.differentiable import computed_once, differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fwd
 from transformer_engine_jax.ops.attention.options import Attention
 
@@ -40,8 +40,8 @@ def with_seed(static: Flash, options: Attention, dropout_key) -> tuple[Flash, ja
 def _forward(static: Flash, query, key, value, seed, q_len, k_len):
     q, kv = static.by_group(query, key), static.repeated(key, value)
     o, stats = attention_fwd(q, *kv, seed, q_len, k_len, dropout=static.dropout, **static.attributes)
-    o = computed_once(o)
-    return o.reshape(query.shape), (stats, query, key, value, o, seed, q_len, k_len)
+    o = o.reshape(query.shape)
+    return o, (stats, query, key, value, o, seed, q_len, k_len)
 
 
 def _backward(static: Flash, residuals, do):

@@ -252,10 +252,10 @@ class Flash(NamedTuple):
         return [jnp.repeat(x, self.repeats, axis=2) if self.repeats > 1 else x for x in kv]
 
     def gradients(self, stats, query, key, value, o, do, seed, q_len, k_len) -> tuple[jax.Array, ...]:
-        """Of query [B, Q, H, D], key and value; o is the kernel's, [B, Q, G, R, D]."""
+        """Of query [B, Q, H, D], key and value."""
         dq, *dkv = attention_bwd(
-            stats, self.by_group(query, key), *self.repeated(key, value), o, self.by_group(do, key), seed, q_len, k_len,
-            dropout=self.dropout, **self.attributes,
+            stats, self.by_group(query, key), *self.repeated(key, value), self.by_group(o, key), self.by_group(do, key),
+            seed, q_len, k_len, dropout=self.dropout, **self.attributes,
         )  # fmt: skip
         if self.repeats > 1:
             of_group = lambda x: x.reshape(*key.shape[:3], self.repeats, -1).sum(3, dtype=jnp.float32)

@@ -59,9 +59,9 @@ def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...]
         WEIGHT_SCALE, 1 / WEIGHT_SCALE, 1.0 / v_descale if is_fp8(dtype) else 1.0, q_len, k_len,
         dtype=dtype, **static.attributes,
     )  # fmt: skip
-    o, amaxes = computed_once(o, of="quantized"), [cast.amax for cast in casts]
+    o, amaxes = computed_once(o.reshape(query.shape), of="quantized"), [cast.amax for cast in casts]
     saved = stats, query, key, value, (o, v_descale), quantizers, amaxes, q_len, k_len
-    return _wide(o, v_descale, query.dtype).reshape(query.shape), saved
+    return _wide(o, v_descale, query.dtype), saved
 
 
 def _backward(static: Flash, residuals, do):
