@@ -1,11 +1,13 @@
 """The mechanism: one declaration holds under every transformation, on every kind of mesh, and on bad input."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
@@ -13,6 +15,8 @@ from transformer_engine_jax import testing
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.handlers import HANDLERS
 from transformer_engine_jax.kernel import kernel, kernel_p
+from transformer_engine_jax.ops.activation import activation_fwd
+from transformer_engine_jax.ops.layernorm import layernorm_fwd, rmsnorm_fwd
 from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, quantize
 from transformer_engine_jax.ops.state import Scaling
 
@@ -51,6 +55,35 @@ def test_reduce_of_an_unknown_result_is_refused():
         @kernel("... -> ...", reduce={"y": "max"})
         def wrong(x) -> Any:
             return x
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: quantize(X, SCALE, dtype=E4M3, k_axes=2, q_t=True, colsum=True),
+        lambda: quantize(X, SCALE, dtype=E4M3, amax=False, report=True),
+        lambda: rmsnorm_fwd(X, G, SCALE, epsilon=1e-6, dtype=E4M3, y_t=True, amax=True, scale_inv=True),
+        lambda: layernorm_fwd(X, G, G, SCALE, epsilon=1e-6, dtype=E4M3, y_t=True, amax=True),
+        lambda: activation_fwd(X[:, :2], SCALE, activation="silu_linear", dtype=E4M3, y_t=True, report=True),
+    ],
+    ids=["quantize", "report", "rmsnorm", "layernorm", "activation"],
+)
+def test_optional_results_that_nobody_uses_are_not_made(call):
+    """As in the forward pass of rematerialised layers, which keeps nothing for the backward pass."""
+    traced, shapes = jax.make_jaxpr(call, return_shape=True)()
+    names = [name for name, r in shapes._asdict().items() if r is not None]
+    expected = [r for r in call() if r is not None]
+    for used in itertools.product([True, False], repeat=len(names)):
+        if not any(used):
+            continue
+        less, _ = partial_eval.dce_jaxpr(traced.jaxpr, list(used), instantiate=True)
+        (eqn,) = [e for e in less.eqns if e.primitive is kernel_p]
+        made = eqn.params["call"].result_shapes([v.aval for v in eqn.invars])
+        unused = {name for name, use in zip(names, used) if not use} & eqn.params["call"].kernel.optional
+        assert len(eqn.outvars) == sum(r is not None for r in made) == len(names) - len(unused)
+        got = jax.core.eval_jaxpr(less, traced.consts)
+        for one, other in zip(got, itertools.compress(expected, used), strict=True):
+            testing.assert_same_bytes(one, other)
 
 
 def test_unknown_and_missing_attributes_are_named():

@@ -168,3 +168,23 @@ def test_what_is_only_stacked_has_no_barrier_before_it():
     results = visit(body, [None] * len(body.invars), set(), made)[forward.params["num_carry"] :]
     names = [made[r] for r in results if r is not None and r.aval.size >= X.size and r.aval.dtype.itemsize == 1]
     assert {"layernorm_fwd", "activation_fwd", "quantize"} <= set(names)
+
+
+def test_layers_computed_again_keep_nothing_for_the_backward_pass():
+    """The forward pass of a rematerialised layer quantizes for its own products alone, and measures nothing."""
+    with steps.autocast(DELAYED):
+        model = Stack(None, tuple(GPT.items()))
+        variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), X))
+        found = gradient(lambda v, x: model.apply(v, x), variables, X)
+    forward, backward = (
+        [dict(call.attributes) for call in kernels(eqn) if {"q_t", "y_t"} & set(dict(call.attributes))]
+        for eqn in sorted((e for e in found.eqns if e.primitive.name == "scan"), key=lambda e: e.params["reverse"])
+    )
+    both = lambda calls: [c for c in calls if c.get("q_t", c.get("y_t")) and c.get("q", True)]
+    assert forward and not both(forward) and not any(c["report"] for c in forward)
+    assert len(both(backward)) >= len(forward) - 1  # but the second kernel's, whose product nobody needs again
+
+
+def kernels(eqn) -> list:
+    of_one = [eqn.params["call"]] if eqn.primitive is kernel_p else []
+    return of_one + [call for jaxpr in inside(eqn) for inner in jaxpr.eqns for call in kernels(inner)]

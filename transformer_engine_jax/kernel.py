@@ -30,7 +30,7 @@ import numpy as np
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax import partition
@@ -113,13 +113,14 @@ class Kernel:
         aliases,
         prepared,
         layouts,
+        optional,
     ):
         functools.update_wrapper(self, reference)
         self.reference, self.rule, self.name = reference, rule, reference.__name__
         self.operands, self.results = _parse(rule)
         self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
         self.by_shard, self.platforms, self.note = dict(by_shard), frozenset(platforms), note
-        self.aliases, self.prepared, self.layouts = dict(aliases), prepared, layouts
+        self.aliases, self.prepared, self.layouts, self.optional = dict(aliases), prepared, layouts, frozenset(optional)
         parameters = inspect.signature(reference).parameters.values()
         operands = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.operand_names = [p.name for p in operands]
@@ -131,11 +132,13 @@ class Kernel:
         if (len(self.operand_names), len(self.result_names)) != (len(self.operands), len(self.results)):
             raise TypeError(f"{self.name}: the rule `{rule}` does not name {self.operand_names} -> {self.result_names}")
         operands, results = set(self.operand_names), set(self.result_names)
-        unknown = {*self.reduce, *self.aliases.values()} - results
+        unknown = {*self.reduce, *self.aliases.values(), *self.optional} - results
         unknown |= {*self.once, *self.by_shard, *self.aliases} - operands
         unknown |= {*self.by_shard.values()} - operands - results
         if unknown:
-            raise TypeError(f"{self.name}: reduce/once/by_shard/aliases name unknown buffers {sorted(unknown)}")
+            raise TypeError(
+                f"{self.name}: reduce/once/by_shard/aliases/optional name unknown buffers {sorted(unknown)}"
+            )
 
     def __call__(self, *operands, **attributes):
         if not self.least_operands <= len(operands) <= len(self.operand_names):
@@ -176,6 +179,7 @@ def kernel(
     aliases: Mapping[str, str] | None = None,
     prepared: bool = False,
     layouts: Callable[..., Mapping[str, Sequence[int]]] | None = None,
+    optional: Sequence[str] = (),
 ) -> Callable[[Callable], Kernel]:
     """Declares a kernel by its reference.
 
@@ -198,10 +202,11 @@ def kernel(
         compiled it is told their dtypes and shapes by the attribute `buffers`.
       layouts: operand -> its axes from major to minor, where the CUDA handler reads them in another order than the
         last fastest; from the operands and the attributes, as for `workspace`.
+      optional: results that an attribute of their name asks for, and that a call does without where nobody uses them.
     """
     return lambda reference: Kernel(
         reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note, aliases or {}, prepared,
-        layouts,
+        layouts, optional,
     )  # fmt: skip
 
 
@@ -497,3 +502,19 @@ def _no_second_derivative(primals, tangents, *, call: _Call):
 
 
 ad.primitive_jvps[kernel_p] = _no_second_derivative
+
+
+def _without_unused(used: Sequence[bool], *others):
+    """A call that makes no optional result which nobody uses, as of layers that their backward pass computes again."""
+    *_, eqn = others  # from JAX 0.12 on, which inputs live on comes before it
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    call, operands = eqn.params["call"], [v.aval for v in eqn.invars]
+    names = [name for name, r in zip(call.kernel.result_names, call.result_shapes(operands)) if r is not None]
+    unused = call.kernel.optional.intersection(name for name, use in zip(names, used) if not use)
+    attributes = tuple((name, False if name in unused else value) for name, value in call.attributes)
+    outvars = [v for v, name in zip(eqn.outvars, names) if name not in unused]
+    return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params={"call": call._replace(attributes=attributes)})
+
+
+partial_eval.dce_rules[kernel_p] = _without_unused

@@ -146,7 +146,12 @@ def _split(op: str, z, bias, activation: str, clamp: Clamp) -> tuple[Point, Poin
     return CURVES[name](wide[..., 0, :]), Point(wide[..., 1, :], jnp.float32(1.0)) if inputs == 2 else None
 
 
-@kernel("... a n, h*, a n -> ... n, n ..., -, r, -", whole="ah", reduce=MEASURED)
+@kernel(
+    "... a n, h*, a n -> ... n, n ..., -, r, -",
+    whole="ah",
+    reduce=MEASURED,
+    optional=("y_t", "amax", "report"),
+)
 def activation_fwd(
     z, scale, bias=None, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, y=True, y_t=False,
     amax=False, report=False, scale_inv=False, scaling=GIVEN,

@@ -64,7 +64,10 @@ def _sum_rows(x):
     return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
 
 
-@kernel("... k, k, k, h*, ..., ... -> ... k, k ..., ..., ..., -, r, -", whole="kh", reduce=MEASURED)
+OPTIONAL = ("y_t", "amax", "report")
+
+
+@kernel("... k, k, k, h*, ..., ... -> ... k, k ..., ..., ..., -, r, -", whole="kh", reduce=MEASURED, optional=OPTIONAL)
 def layernorm_fwd(
     x, gamma, beta, scale, known_mean=None, known_rstd=None, *, epsilon, zero_centered_gamma=False, dtype=None, y=True,
     y_t=False, amax=False, report=False, scale_inv=False, scaling=GIVEN,
@@ -91,7 +94,7 @@ def layernorm_fwd(
     return LayerNormFwd(out.y, out.y_t, *computed, out.amax, out.report, out.scale_inv)
 
 
-@kernel("... k, k, h*, ... -> ... k, k ..., ..., -, r, -", whole="kh", reduce=MEASURED)
+@kernel("... k, k, h*, ... -> ... k, k ..., ..., -, r, -", whole="kh", reduce=MEASURED, optional=OPTIONAL)
 def rmsnorm_fwd(
     x, gamma, scale, known_rstd=None, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False,
     report=False, scale_inv=False, scaling=GIVEN,

@@ -106,7 +106,16 @@ def _scratch(x, scale, *, colsum, k_axes, **_) -> int:
 MEASURED = {"amax": "max", "report": ("amax", report_of), "scale_inv": "same"}
 
 
-@kernel("m* k*, h* -> m* k*, k* m*, -, k*, r, -", whole="h", reduce={**MEASURED, "colsum": "sum"}, workspace=_scratch)
+OPTIONAL = ("q", "q_t", "amax", "colsum", "report")
+
+
+@kernel(
+    "m* k*, h* -> m* k*, k* m*, -, k*, r, -",
+    whole="h",
+    reduce={**MEASURED, "colsum": "sum"},
+    workspace=_scratch,
+    optional=OPTIONAL,
+)
 def quantize(
     x, scale, *, dtype, k_axes=1, q=True, q_t=False, amax=True, colsum=False, report=False, scale_inv=False,
     scaling=GIVEN,
@@ -138,6 +147,7 @@ def _stack_scratch(x0, x1, x2, scale, *, colsum, **_) -> int:
     whole="h",
     reduce={**MEASURED, "colsum": "sum"},
     workspace=_stack_scratch,
+    optional=OPTIONAL,
 )
 def quantize_stack(
     x0, x1, x2, scale, *, dtype, q=True, q_t=False, amax=True, colsum=False, report=False, scale_inv=False,
