@@ -33,12 +33,19 @@ def run_twice(jaxpr) -> set[str]:
         for inner in inside(eqn):
             found |= run_twice(inner)
         if eqn.primitive.name == "scan":
-            body, carried = eqn.params["jaxpr"].jaxpr, eqn.params["num_carry"]
             used, made = set(), {}
-            results = visit(body, [None] * len(body.invars), used, made)
-            used |= set(results[:carried])
-            found |= {made[r] for r in results[carried:] if r in used and r is not None and r.aval.ndim}
+            carried, stacked = results_of(eqn, used, made)
+            used |= set(carried)
+            found |= {made[r] for r in stacked if r in used and r is not None and r.aval.ndim}
     return found
+
+
+def results_of(scan, used: set, made: dict) -> tuple[list, list]:
+    """As `visit`, of what a scan carries and of what it stacks."""
+    body = scan.params["jaxpr"].jaxpr
+    results = visit(body, [None] * len(body.invars), used, made)
+    is_carried = [a.aval.shape == b.aval.shape for a, b in zip(body.outvars, scan.outvars, strict=True)]
+    return tuple([r for r, c in zip(results, is_carried) if c == wanted] for wanted in (True, False))
 
 
 def inside(eqn) -> list:
@@ -164,9 +171,8 @@ def test_what_is_only_stacked_has_no_barrier_before_it():
         variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), X))
         found = gradient(lambda v, x: model.apply(v, x), variables, X)
     (forward,) = [e for e in found.eqns if e.primitive.name == "scan" and not e.params["reverse"]]
-    body, made = forward.params["jaxpr"].jaxpr, {}
-    results = visit(body, [None] * len(body.invars), set(), made)[forward.params["num_carry"] :]
-    names = [made[r] for r in results if r is not None and r.aval.size >= X.size and r.aval.dtype.itemsize == 1]
+    _, stacked = results_of(forward, set(), made := {})
+    names = [made[r] for r in stacked if r is not None and r.aval.size >= X.size and r.aval.dtype.itemsize == 1]
     assert {"layernorm_fwd", "activation_fwd", "quantize"} <= set(names)
 
 
