@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.differentiable import all_at_once, differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.quantize import MEASURED, partial_sums
+from transformer_engine_jax.ops.quantize import MEASURED, OPTIONAL_BESIDE_Y, partial_sums
 from transformer_engine_jax.ops.result import store
 from transformer_engine_jax.ops.state import GIVEN
 
@@ -150,7 +150,7 @@ def _split(op: str, z, bias, activation: str, clamp: Clamp) -> tuple[Point, Poin
     "... a n, h*, a n -> ... n, n ..., -, r, -",
     whole="ah",
     reduce=MEASURED,
-    optional=("y_t", "amax", "report"),
+    optional=OPTIONAL_BESIDE_Y,
 )
 def activation_fwd(
     z, scale, bias=None, *, activation, limit=7.0, alpha=1.702, glu_linear_offset=1.0, dtype=None, y=True, y_t=False,

@@ -15,7 +15,7 @@ import numpy as np
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.quantize import MEASURED
+from transformer_engine_jax.ops.quantize import MEASURED, OPTIONAL_BESIDE_Y
 from transformer_engine_jax.ops.result import store
 from transformer_engine_jax.ops.state import GIVEN
 
@@ -64,10 +64,12 @@ def _sum_rows(x):
     return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
 
 
-OPTIONAL = ("y_t", "amax", "report")
-
-
-@kernel("... k, k, k, h*, ..., ... -> ... k, k ..., ..., ..., -, r, -", whole="kh", reduce=MEASURED, optional=OPTIONAL)
+@kernel(
+    "... k, k, k, h*, ..., ... -> ... k, k ..., ..., ..., -, r, -",
+    whole="kh",
+    reduce=MEASURED,
+    optional=OPTIONAL_BESIDE_Y,
+)
 def layernorm_fwd(
     x, gamma, beta, scale, known_mean=None, known_rstd=None, *, epsilon, zero_centered_gamma=False, dtype=None, y=True,
     y_t=False, amax=False, report=False, scale_inv=False, scaling=GIVEN,
@@ -94,7 +96,7 @@ def layernorm_fwd(
     return LayerNormFwd(out.y, out.y_t, *computed, out.amax, out.report, out.scale_inv)
 
 
-@kernel("... k, k, h*, ... -> ... k, k ..., ..., -, r, -", whole="kh", reduce=MEASURED, optional=OPTIONAL)
+@kernel("... k, k, h*, ... -> ... k, k ..., ..., -, r, -", whole="kh", reduce=MEASURED, optional=OPTIONAL_BESIDE_Y)
 def rmsnorm_fwd(
     x, gamma, scale, known_rstd=None, *, epsilon, zero_centered_gamma=False, dtype=None, y=True, y_t=False, amax=False,
     report=False, scale_inv=False, scaling=GIVEN,

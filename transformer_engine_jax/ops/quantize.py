@@ -104,9 +104,9 @@ def _scratch(x, scale, *, colsum, k_axes, **_) -> int:
 
 # What becomes of the shards' results of a kernel that casts. Reports do not say which shard saw a NaN, amaxes do.
 MEASURED = {"amax": "max", "report": ("amax", report_of), "scale_inv": "same"}
-
-
+# The optional results of kernels that cast what they are given, and of those that cast a y of their own.
 OPTIONAL = ("q", "q_t", "amax", "colsum", "report")
+OPTIONAL_BESIDE_Y = ("y_t", "amax", "report")
 
 
 @kernel(
