@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -84,16 +86,23 @@ def our_layer(shape: Shape, **options) -> te_flax.TransformerLayer:
     return te_flax.TransformerLayer(**_options(shape), **options)
 
 
+def nvidias_package() -> ModuleType:
+    """NVIDIA's transformer_engine. Its compiled module takes our package's name among those imported: given back."""
+    ours = sys.modules[te.__name__]
+    try:
+        import transformer_engine.jax
+    finally:
+        sys.modules[te.__name__] = ours
+    return transformer_engine
+
+
 def _nvidia(recipe_name: str | None) -> Callable[[Shape], Contender]:
     def make(shape: Shape) -> Contender:
-        import transformer_engine.jax as nvidia
-        from transformer_engine.common import recipe as nvidia_recipe
-        from transformer_engine.jax.flax import TransformerLayer
-
-        fp8 = None if recipe_name is None else getattr(nvidia_recipe, recipe_name)()
+        nvidia = nvidias_package()
+        fp8 = None if recipe_name is None else getattr(nvidia.common.recipe, recipe_name)()
         return Contender(
-            TransformerLayer(**_options(shape)),
-            lambda: nvidia.fp8_autocast(enabled=fp8 is not None, fp8_recipe=fp8),
+            nvidia.jax.flax.TransformerLayer(**_options(shape)),
+            lambda: nvidia.jax.autocast(fp8 is not None, fp8, nvidia.jax.MeshResource()),
         )
 
     return make

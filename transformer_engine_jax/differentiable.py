@@ -114,7 +114,7 @@ def differentiable(forward: Callable, backward: Callable, gives: str | None = No
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def op(static, *args):
-        return computed_once(forward(static, *args)[0], args, of=gives)
+        return computed_once(_output(forward, static, args), args, of=gives)
 
     def op_forward(static, *args):
         out, residuals = forward(static, *args)
@@ -138,6 +138,18 @@ def differentiable(forward: Callable, backward: Callable, gives: str | None = No
         return op(static, *[next(arrays) if _is_array(x) else x for x in args])
 
     return aligned
+
+
+def _output(forward: Callable, static, args: tuple) -> Any:
+    """forward's output, traced without what only a backward pass needs, as transposed copies that kernels make too."""
+    leaves, tree = jax.tree.flatten(args)
+    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return forward(static, *args)[0]
+    output = lambda *leaves: forward(static, *jax.tree.unflatten(tree, leaves))[0]
+    traced, shapes = jax.make_jaxpr(output, return_shape=True)(*leaves)
+    shapes, out_tree = jax.tree.flatten(shapes)
+    needed, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(shapes), instantiate=True)
+    return jax.tree.unflatten(out_tree, jax.core.eval_jaxpr(needed, traced.consts, *leaves))
 
 
 # --- Order -------------------------------------------------------------------------------------------------------
