@@ -15,9 +15,7 @@ from transformer_engine_jax.kernel import kernel_p
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (2, 16, 32)))
 GPT = dict(use_bias=True)
-LLAMA = dict(
-    layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), num_gqa_groups=2, enable_rotary_pos_emb=True
-)
+LLAMA = dict(layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), num_gqa_groups=2, enable_rotary_pos_emb=True)
 
 
 def results(jaxpr, needed: bool = False) -> list[tuple[str, list[str]]]:
