@@ -91,7 +91,10 @@ class Step:
             sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, nn.get_logical_axis_rules())
             init = jax.jit(lambda key, x: nn.unbox(layer.init(key, x)), out_shardings=sharding)
             self.state, self.params = flax.core.pop(init(jax.random.key(2), self.x), "params")
-            self.compiled = jax.jit(gradients(layer)).lower(self.params, self.state, self.x, self.dy).compile()
+            args = self.params, self.state, self.x, self.dy
+            # Gradients lie as the parameters do, for an optimizer: under FSDP XLA scatters their sums.
+            placed = jax.tree.map(lambda a: a.sharding, (self.x, self.params, self.state, self.x))
+            self.compiled = jax.jit(gradients(layer), out_shardings=placed).lower(*args).compile()
         self.temp_gib = temp_gib(self.compiled)
 
     def __call__(self):

@@ -5,9 +5,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from emulated import DELAYED, F32
+from jax.sharding import PartitionSpec as P
 
+import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.kernel import kernel_p
+from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 
@@ -105,6 +108,59 @@ def test_a_backward_pass_waits_for_its_forward(devices):
     for count, waits in ((8, False), (1, True)):
         devices(count)
         assert (output in runs(step, x, kernel, dy)[gradient]) == waits, count
+
+
+def test_over_several_devices_a_gradient_waits_for_the_sum_of_the_kernels_gradient_before(devices):
+    """And no more than that: its own kernel's is summed while what follows is computed."""
+    x, k1, k2, k3, dy = (
+        jnp.asarray(a, jnp.float32) for a in emulated.normal(0, (48, 64), (64, 80), (80, 96), (96, 112), (48, 112))
+    )
+
+    def step(x, *kernels):
+        def layers(x, kernels):
+            for kernel in kernels:
+                x = dense(x, kernel, quantizers=quantizers(1)[0])
+            return x
+
+        return jax.vjp(layers, x, kernels)[1](dy)
+
+    of_kernel = [("gemm", k.shape) for k in (k1, k2, k3)]
+    of_input = [("gemm", (48, k.shape[0])) for k in (k1, k2, k3)]
+    for count in (8, 1):
+        devices(count)
+        found = runs(step, x, k1, k2, k3)
+        assert {of_kernel[2], of_input[1], of_input[2]} <= found[of_input[0]]
+        assert (of_kernel[1] in found[of_input[0]]) == (count == 1)
+        assert (of_kernel[2] in found[of_input[1]]) == (count == 1)
+
+    with te.autocast(mesh_resource=te.MeshResource(tpsp_resource="model")):
+        devices(8)
+        assert not set(of_kernel) & runs(step, x, k1, k2, k3)[of_input[0]]
+
+
+def test_waiting_is_of_one_traced_step_and_passes_every_transformation():
+    x, other = jnp.ones((4, 8)), jnp.ones((3, 8))
+    waits = lambda f, *args: str(jax.make_jaxpr(f)(*args)).count("te_after")
+
+    def turns(x, other):
+        return in_turn(in_turn(x, other)[0], 2 * other)[0]
+
+    assert waits(turns, x, other) == waits(lambda *a: jax.jit(turns)(*a), x, other) == 1
+    for f in (turns, jax.jit(turns), jax.vmap(turns, (None, 0)), jax.vmap(turns, (0, None))):
+        testing.assert_same_bytes(f(x, other).reshape(-1, 8)[:4], x)
+    assert waits(jax.grad(lambda x: dense(x, other.T, quantizers=quantizers(1)[0]).sum()), x) == 0, "of the step before"
+
+
+def test_the_compiler_for_gpus_sees_what_is_waited_for():
+    """Sharded as both are: no collective for it."""
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = (jax.NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    turns = lambda x, a, b: in_turn(in_turn(x, a)[0], b)[0]
+    step = jax.jit(turns, in_shardings=(rows, rows, whole), out_shardings=rows)
+    text = step.trace(jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "te_after" in text or "CustomSPMDPartitioning" in text
+    compiled = step.lower(jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(3)).compile()
+    assert compiled(jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(3)).sharding == rows
 
 
 def test_the_layers_of_a_scan_have_none(devices):

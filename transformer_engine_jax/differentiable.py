@@ -159,9 +159,9 @@ def all_at_once(*values):
     """The values, none of which is used before all are there.
 
     On one device XLA computes first what leads on to the inputs' gradients, and last of all the gradients of weights
-    (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices the
-    order is left to it: there it hides the collectives of one gradient behind the products of others. So it is in
-    layers that are scanned, where kernels use their places in stacked arrays as they are, unless a barrier is between.
+    (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices that
+    would wait for collectives too: see ops/after.py. In layers that are scanned the order is left to XLA: there kernels
+    use their places in stacked arrays as they are, unless a barrier is between.
     """
     if devices() > 1 or in_scanned_layers():
         return values

@@ -1,6 +1,7 @@
 """@kernel: one declaration turns a pure-JAX reference into an FFI call with shapes, sharding and batching.
 
-The only module that touches ffi_call, custom_partitioning and the kernels' primitive; partition.py plans meshes for it.
+The only module that touches the kernels' primitive, and with ops/after.py ffi_call and custom_partitioning;
+partition.py plans meshes for it.
 
 A rule such as ``"... k, k, - -> ... k, -"`` names every axis of every operand and result:
 

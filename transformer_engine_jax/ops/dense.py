@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transformer_engine_jax.decisions import devices
 from transformer_engine_jax.differentiable import all_at_once, computed_once, differentiable
+from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.product import computes, product
@@ -101,13 +103,14 @@ def save(static: Dense, cast_x: Cast, cast_kernel: Cast, main_grad, quantizers: 
 def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None, then=lambda dx: dx, kernel_last: bool = False):
     """From a gradient quantized both ways then(that of x, added to `dx`), those of (kernel, bias, main_grad), reports.
 
-    Before `then` comes the kernel's gradient, which lets go of its operands; kernel_last: after it.
+    Before `then` comes the kernel's gradient, which lets go of its operands; kernel_last: after it, on one device.
     """
     quantizers = saved.quantizers
     recipe = quantizers.grad.spec.recipe
     n_axes = saved.kernel.data.ndim - static.k_axes
     m_axes = saved.x_t.data.ndim - static.k_axes
-    x_t = saved.x_t
+    x_t, several = saved.x_t, devices() > 1
+    kernel_last = kernel_last and not several
     dx = matmul(cast_dy.q, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx)
     if kernel_last:
         dx, x_t = all_at_once(then(dx), x_t)
@@ -116,7 +119,7 @@ def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None, then=lam
     dkernel = matmul(
         x_t, cast_dy.q_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, saved.main_grad, in_place=bool(static.adds)
     )
-    dx, dkernel = all_at_once(dx, dkernel)
+    dx, dkernel = in_turn(dx, dkernel) if several else all_at_once(dx, dkernel)
     if not kernel_last:
         dx = then(dx)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)

@@ -1,0 +1,21 @@
+// te_after on CUDA: a kernel that does nothing, as XLA captures calls as CUDA graphs, which are not of nothing.
+#include "core/cuda.cuh"
+#include "ops/after.h"
+
+namespace te {
+namespace {
+
+__global__ void pass() {}
+
+}  // namespace
+
+ffi::Error After(cudaStream_t stream, In x, In, Out y) {
+  const Check check = check_after(x, y);
+  if (check.failed()) return check.error();
+  TE_CUDA_CHECK(launch({1, 1}, stream, pass));
+  return ffi::Error::Success();
+}
+
+}  // namespace te
+
+TE_HANDLER(after, After)

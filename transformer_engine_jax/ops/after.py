@@ -1,0 +1,69 @@
+"""in_turn: over several devices, the sum of a kernel's gradient hides behind the products that come after it.
+
+XLA puts off what leads to no gradient of an input. So the kernels' gradients would be the last products of a backward
+pass, and each of their sums over the devices could hide behind the next of them alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import jax
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from transformer_engine_jax.autocast import current
+from transformer_engine_jax.differentiable import computed_once_p, in_scanned_layers
+
+_last = threading.local()  # the kernel's gradient that was last computed, weakly referred to
+
+
+def in_turn(dx: jax.Array, dkernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both; dx not to be used before the kernel's gradient of the product before this one is summed over the devices.
+
+    dkernel is this product's, for which the next one's dx waits. Only where XLA shards the step that JAX traces, and not
+    where sequences are sharded over the axis of tensors: with the gathers of the products' operands besides, a layer of
+    llama's took 3 % longer on two H100s, where it took 3 to 6 % less by data, FSDP and tensor parallelism.
+    """
+    before = getattr(_last, "dkernel", lambda: None)()
+    meshes = jax.typeof(dx).sharding.mesh, jax.sharding.get_abstract_mesh()
+    traced = isinstance(dx, jax.core.Tracer) and isinstance(dkernel, jax.core.Tracer)
+    sharded_by_others = any(mesh.explicit_axes or mesh.manual_axes for mesh in meshes)
+    if not traced or sharded_by_others or current().mesh_resource.tpsp_resource:
+        return dx, dkernel
+    if in_scanned_layers():  # which stack it: see computed_once
+        dkernel = computed_once_p.bind(dkernel, of=None)
+    _last.dkernel = weakref.ref(dkernel)
+    return after_p.bind(dx, before) if before is not None and before._trace is dx._trace else dx, dkernel
+
+
+# A barrier of XLA's lets go of a value that nobody uses behind it; an operand of a call stays.
+after_p = Primitive("te_after")
+after_p.def_impl(lambda x, other: x)
+after_p.def_abstract_eval(lambda x, other: x)
+batching.primitive_batchers[after_p] = lambda values, axes: (after_p.bind(*values), axes[0])
+prim_requires_devices_during_lowering.add(after_p)
+
+
+def _call(x, other):
+    return jax.ffi.ffi_call("te_after", jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={0: 0})(x, other)
+
+
+def _partition(mesh, operands, result):
+    shardings = [x.sharding for x in operands]
+    return mesh, _call, shardings[0], tuple(shardings)
+
+
+def _lower(ctx, *operands):
+    """Both stay sharded as they are."""
+    axes = iter(range(sum(a.ndim for a in ctx.avals_in)))
+    x, other = (" ".join(f"x{next(axes)}" for _ in a.shape) for a in ctx.avals_in)
+    run = custom_partitioning(_call)
+    run.def_partition(partition=_partition, sharding_rule=f"{x}, {other} -> {x}")
+    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+
+
+mlir.register_lowering(after_p, _lower)
