@@ -129,9 +129,10 @@ TABLES: dict[str, tuple[str, Columns]] = {
 GLANCE = {
     "Flax bf16": "flax",
     "Flax FP8": "flax-fp8",
+    "NVIDIA's, delayed FP8": "nvidia-delayed",
     "ours, bf16": "te-bf16",
-    "delayed FP8": "te-delayed",
-    "current FP8": "te-current",
+    "ours, delayed FP8": "te-delayed",
+    "ours, current FP8": "te-current",
 }
 
 
@@ -146,7 +147,7 @@ def section(document: dict) -> str:
     done = [row for row in document["rows"] if "skipped" not in row]
     skipped = sorted({row["contender"] for row in document["rows"] if "skipped" in row})
     versions = document["versions"]
-    said = ["cublas", "cudnn-cu13", "jax", "flax"]
+    said = ["cublas", "cudnn-cu13", "jax", "flax", "transformer-engine"]
     libraries = ", ".join(f"{name} {v}" for name in said if (v := versions.get(name) or versions.get(f"nvidia-{name}")))
     commit = f", at commit {document['commit']}" if document.get("commit") else ""
     count = max(row.get("devices", 1) for row in document["rows"])

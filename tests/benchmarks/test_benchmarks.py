@@ -3,14 +3,16 @@
 import functools
 import json
 import math
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import transformer_engine_jax as te
 from benchmarks import __main__ as command
-from benchmarks import compare, floor, gemm, kernels, layer, memory, peers, readme, report, sharded, stack
+from benchmarks import compare, floor, gemm, kernels, layer, memory, peers, readme, report, sharded, stack, timing
 from benchmarks.shapes import SHAPES, products
 from benchmarks.timing import Repeated, Timing, interleaved
 from examples.gpt.data import load
@@ -48,6 +50,36 @@ def test_layer_has_ratios_to_the_first_contender_and_to_the_floor(tmp_path, monk
             assert math.isclose(sum(row[kind].values()), row[f"{kind}_ms"], rel_tol=1e-4)
             assert math.isclose(row["ms"] / row[f"{kind}_ms"], row[f"of_{kind}"], rel_tol=1e-3)
     assert flax["floor"]["gemms"] != ours["floor"]["gemms"]  # of bf16 and of FP8 products
+
+
+def test_nvidias_package_takes_our_name_for_its_import_alone(tmp_path, monkeypatch):
+    package = tmp_path / "transformer_engine"
+    (package / "jax").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "jax" / "__init__.py").write_text(
+        "import sys, types\n"
+        "sys.modules['transformer_engine_jax'] = types.ModuleType('transformer_engine_jax')\n"
+        "sys.modules['transformer_engine_jax'].compiled = True\n"
+        "from transformer_engine_jax import compiled\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert peers.nvidias_package().jax.compiled and sys.modules["transformer_engine_jax"] is te
+    finally:
+        for name in ("transformer_engine", "transformer_engine.jax"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, AssertionError])
+def test_a_peer_that_fails_is_skipped_with_a_word_and_ours_is_not(error):
+    def fails():
+        raise error("no such library\nand more")
+
+    makers = {"works": lambda: lambda: jnp.ones(()), "fails": fails}
+    ready, failed = timing.without_failures(makers, peer=lambda name: name == "fails")
+    assert list(ready) == ["works"] and failed == {"fails": "no such library"}
+    with pytest.raises(error):
+        timing.without_failures(makers, peer=lambda name: False)
 
 
 def test_a_turn_is_as_long_as_asked():
@@ -340,5 +372,5 @@ def test_results_become_tables(tmp_path, monkeypatch):
     for text in (glance, full):
         assert text.startswith("before ") and text.endswith(" after") and "old" not in text
     assert "| gpt | te-delayed | 18.4 | 2% | 1.70 |  |  | 3.0 | 1.50 |" in full and "Not run here: nvidia-bf16." in full
-    assert "MLP 16384, 32 heads | 31.4 ms |  |  | 18.1 ms, x1.75 |  | 1.50, , 1.50 GiB |" in glance
+    assert "MLP 16384, 32 heads | 31.4 ms |  |  |  | 18.1 ms, x1.75 |  | 1.50, , 1.50 GiB |" in glance
     assert layer.line(ran | {"tflop_per_s": 1.0, "trace_s": 1.0})
