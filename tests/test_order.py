@@ -151,16 +151,19 @@ def test_waiting_is_of_one_traced_step_and_passes_every_transformation():
     assert waits(jax.grad(lambda x: dense(x, other.T, quantizers=quantizers(1)[0]).sum()), x) == 0, "of the step before"
 
 
-def test_the_compiler_for_gpus_sees_what_is_waited_for():
+def test_the_compiler_sees_what_is_waited_for():
     """Sharded as both are: no collective for it."""
     mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = (jax.NamedSharding(mesh, spec) for spec in (P("data"), P()))
     turns = lambda x, a, b: in_turn(in_turn(x, a)[0], b)[0]
     step = jax.jit(turns, in_shardings=(rows, rows, whole), out_shardings=rows)
-    text = step.trace(jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
-    assert "te_after" in text or "CustomSPMDPartitioning" in text
-    compiled = step.lower(jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(3)).compile()
-    assert compiled(jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(3)).sharding == rows
+    args = jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(3)
+    lowered = lambda platform: step.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert "CustomSPMDPartitioning" in lowered("cuda") and "custom_call" not in lowered("tpu")
+    compiled = step.lower(*args).compile()
+    text = compiled.as_text()
+    assert "te_after" in text and not any(name in text for name in ("all-gather", "all-reduce", "collective-permute"))
+    assert compiled(*args).sharding == rows
 
 
 def test_the_layers_of_a_scan_have_none(devices):

@@ -66,4 +66,6 @@ def _lower(ctx, *operands):
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
 
-mlir.register_lowering(after_p, _lower)
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(after_p, _lower, platform=_platform)
+mlir.register_lowering(after_p, lambda ctx, x, other: [x])
