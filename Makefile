@@ -113,5 +113,5 @@ $(STATE)/packages: pyproject.toml $(STATE)/settings
 endif
 
 $(STATE)/built: $(STATE)/packages CMakeLists.txt $(CPP)
-	$(PY) -m pip install --quiet --no-build-isolation --no-deps -C cmake.define.TE_CUDA=$(CUDA) -e .
+	$(PY) -m pip install --quiet --no-build-isolation --no-deps --config-settings=cmake.define.TE_CUDA=$(CUDA) -e .
 	@touch $@

@@ -11,8 +11,9 @@ out=${1:?usage: benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] ...}
 shift
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
-python3 -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.TE_CUDA=ON \
-  -C cmake.define.TE_CUDA_ARCHS="${TE_CUDA_ARCHS:-90a-real}" >"$out/build.log" 2>&1 || { tail -30 "$out/build.log"; exit 1; }
+python3 -m pip install -q --no-build-isolation --no-deps -e . --config-settings=cmake.define.TE_CUDA=ON \
+  --config-settings=cmake.define.TE_CUDA_ARCHS="${TE_CUDA_ARCHS:-90a-real}" >"$out/build.log" 2>&1 ||
+  { tail -30 "$out/build.log"; exit 1; }
 python3 -m transformer_engine_jax
 status=0
 for part in "${@:-kernels tests train}"; do

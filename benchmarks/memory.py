@@ -50,7 +50,9 @@ def mesh_of_an_h200() -> jax.sharding.Mesh:
 
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # that of a driver
     if "CUDA" not in HANDLERS:
-        raise SystemExit("benchmarks memory: expected our CUDA module; build with `-C cmake.define.TE_CUDA=ON`")
+        raise SystemExit(
+            "benchmarks memory: expected our CUDA module; build with `--config-settings=cmake.define.TE_CUDA=ON`"
+        )
     try:
         topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
     except NotImplementedError:

@@ -342,7 +342,8 @@ def _check_cuda_handlers(call: _Call) -> None:
     if "CUDA" not in HANDLERS and jax.default_backend() == "gpu":
         raise RuntimeError(
             f"{call.kernel.name}: JAX runs on a GPU but transformer_engine_jax was built without its CUDA module. "
-            f"Rebuild with `pip install . -C cmake.define.TE_CUDA=ON` where nvcc is on PATH ({cuda_import_error()}); "
+            "Rebuild with `pip install . --config-settings=cmake.define.TE_CUDA=ON` where nvcc is on PATH "
+            f"({cuda_import_error()}); "
             "or run on the CPU with JAX_PLATFORMS=cpu."
         )
 
