@@ -61,7 +61,7 @@ def program(name: str, fields: dict, recipe=DELAYED) -> linen.Program:
     args, call = arguments(name, {**BASE.get(name, {}), **fields})
     layout = {}
 
-    def run():
+    def run(*args):
         model = make(name, fields, dropout=1, mine=2)
         for path, p in parameters(model).items():
             value = p.get_value()
@@ -69,7 +69,7 @@ def program(name: str, fields: dict, recipe=DELAYED) -> linen.Program:
         return model(*args, **call)
 
     with linen.on_a_mesh(recipe):
-        jaxpr, out = jax.make_jaxpr(run, return_shape=True)()
+        jaxpr, out = jax.make_jaxpr(lambda: linen.differentiated(run, *args), return_shape=True)()
     return linen.Program.of(jaxpr, layout, out)
 
 
@@ -157,8 +157,9 @@ def test_both_operands_of_each_product_have_the_checkpoint_name_asked_for(case):
 
 @pytest.mark.parametrize("case, cls", [("dot_general", te_nnx.DotGeneral), ("einsum", te_nnx.Einsum)])
 def test_operands_of_another_modules_product_have_the_checkpoint_name_asked_for(case, cls):
-    model, (_, args) = cls(quantization_recipe=DELAYED, quantization_checkpoint_name="mine"), linen.PRODUCTS[case]
-    assert linen.names_in_fp8(jax.make_jaxpr(lambda: model(*args))()) == ["mine", "mine"]
+    _, args = linen.PRODUCTS[case]
+    run = lambda *args: cls(quantization_recipe=DELAYED, quantization_checkpoint_name="mine")(*args)
+    assert linen.names_in_fp8(jax.make_jaxpr(lambda: linen.differentiated(run, *args))()) == ["mine", "mine"]
 
 
 @linen.DIMS
