@@ -12,6 +12,7 @@ if not Path("/dev/nvidiactl").exists():
 os.environ["XLA_FLAGS"] = " ".join(flags)
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # On GPUs JAX multiplies f32 in TF32 by default, and 10 bits are no reference.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -20,3 +21,13 @@ from transformer_engine_jax import precision  # noqa: E402
 
 # Most tests are of FP8 at sizes for which a GPU would not use it; tests/test_precision.py is of that choice.
 precision.platform = lambda: "cpu"
+
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_maps():
+    """Programs that were compiled map memory, of which Linux lets a process have 65530 pieces; past these XLA crashes."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20000:
+        jax.clear_caches()
