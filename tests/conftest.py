@@ -27,7 +27,7 @@ MAPS = Path("/proc/self/maps")
 
 @pytest.fixture(autouse=True, scope="module")
 def few_maps():
-    """Programs that were compiled map memory, of which Linux lets a process have 65530 pieces; past these XLA crashes."""
+    """Compiled programs map memory, and Linux lets a process have 65530 pieces of it: past these XLA crashes."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20000:
         jax.clear_caches()
