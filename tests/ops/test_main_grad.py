@@ -221,6 +221,14 @@ def test_calls_that_are_jitted_by_themselves_each_count_the_buffer():
     testing.assert_close(got, 2 * buffer + jax.grad(total)(kernel), F32)
 
 
+@pytest.mark.parametrize("outer", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_two_uses_count_the_buffer_once(outer):
+    xs, (kernel,), (buffer,) = inputs("dense")
+    total = lambda given: weighted([dense(xs[0], given), dense(xs[1], given)])
+    got = outer(jax.grad(lambda b: total(te.Accumulating(kernel, b))))(buffer)
+    testing.assert_close(got, buffer + jax.grad(total)(kernel), F32)
+
+
 @pytest.mark.parametrize("mode", ["delayed", "off"])
 def test_vmap_of_grad(mode):
     xs, kernels, buffers = inputs("layernorm_mlp")

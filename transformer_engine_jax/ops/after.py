@@ -37,7 +37,9 @@ def in_turn(dx: jax.Array, dkernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     if in_scanned_layers():  # which stack it: see computed_once
         dkernel = computed_once_p.bind(dkernel, of=None)
     _last.dkernel = weakref.ref(dkernel)
-    return after_p.bind(dx, before) if before is not None and before._trace is dx._trace else dx, dkernel
+    if before is not None and before._trace is dx._trace:
+        dx = after_p.bind(dx, before)
+    return dx, dkernel
 
 
 # A barrier of XLA's lets go of a value that nobody uses behind it; an operand of a call stays.

@@ -22,9 +22,9 @@ class Accumulating:
     """A kernel whose gradient is added to a buffer: what `dense` and its like take in place of the kernel.
 
     Several products of a step may use a buffer, which counts once. It counts each time where JAX adds up gradients out
-    of sight of the ops: those of several calls that are given the buffer and jitted or rematerialised each by itself,
-    of the steps of a scan with the buffer in its carry, and of the shards of a shard_map with check_vma=False (there,
-    reduce over the mesh after the last microbatch).
+    of sight of the ops: those of several uses in a function that is jitted or rematerialised by itself, with the
+    gradient taken outside of it, of several such calls, of the steps of a scan with the buffer in its carry, and of the
+    shards of a shard_map with check_vma=False (there, reduce over the mesh after the last microbatch).
     """
 
     kernel: jax.Array  # [k.., n..] any float dtype
@@ -39,7 +39,9 @@ def unpacked(op: str, kernel) -> tuple[jax.Array, jax.Array | None]:
     """(the kernel, its buffer or None); ValueError where the buffer does not fit."""
     if not isinstance(kernel, Accumulating):
         return jnp.asarray(kernel), None
-    kernel, main_grad = jnp.asarray(kernel.kernel), jnp.asarray(kernel.main_grad)
+    kernel, main_grad = jnp.asarray(kernel.kernel), kernel.main_grad
+    if not isinstance(main_grad, jax.Array):  # of one JAX may make another, and `claimed` would take that for another
+        main_grad = jnp.asarray(main_grad)
     if main_grad.shape != kernel.shape or main_grad.dtype != jnp.float32:
         raise ValueError(
             f"{op}: main_grad: expected float32{list(kernel.shape)}, the kernel's shape, got "
