@@ -259,9 +259,10 @@ _attach = differentiable(_attach_forward, _attach_backward)
 
 
 def kept_on(trace, name: str) -> dict:
-    """A dictionary that lives on a trace under this name, and so is gone with it."""
-    owner = trace if hasattr(trace, "__dict__") else getattr(trace, "frame", None)
-    return owner.__dict__.setdefault(name, {}) if hasattr(owner, "__dict__") else {}
+    """A dictionary that lives as long as a trace, under this name."""
+    if not hasattr(trace, "__dict__"):  # a function's that is jitted or rematerialised; this much of it has one
+        trace = getattr(getattr(trace, "frame", None), "constid_to_tracer", None)
+    return trace.__dict__.setdefault(name, {}) if hasattr(trace, "__dict__") else {}
 
 
 def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> list[Quantizer]:

@@ -63,9 +63,11 @@ def two_calls(variables, x, x2):
     return MODULE.apply(variables, x), MODULE.apply(variables, x2)
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jitted", "rematerialised"])
 @pytest.mark.parametrize("how", ["shared instance", "two applies"])
-def test_used_twice_in_a_step(how):
+def test_used_twice_in_a_step(how, around):
     f, model = (Twice().apply, Twice()) if how == "shared instance" else (two_calls, MODULE)
+    f = around(f)
     variables = steps.init(model, X, *([X2] if model is not MODULE else []), rec=DELAYED)
     with steps.autocast(DELAYED):
         history = []

@@ -222,10 +222,21 @@ def test_calls_that_are_jitted_by_themselves_each_count_the_buffer():
 
 
 @pytest.mark.parametrize("outer", [jax.jit, lambda f: f], ids=["jit", "eager"])
-def test_two_uses_count_the_buffer_once(outer):
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jitted", "rematerialised"])
+def test_two_uses_count_the_buffer_once(inner, outer):
     xs, (kernel,), (buffer,) = inputs("dense")
     total = lambda given: weighted([dense(xs[0], given), dense(xs[1], given)])
-    got = outer(jax.grad(lambda b: total(te.Accumulating(kernel, b))))(buffer)
+    got = outer(jax.grad(inner(lambda b: total(te.Accumulating(kernel, b)))))(buffer)
+    testing.assert_close(got, buffer + jax.grad(total)(kernel), F32)
+
+
+def test_two_uses_in_a_scan_jitted_by_itself_count_the_buffer_once():
+    xs, (kernel,), (buffer,) = inputs("dense")
+
+    def total(given):
+        return weighted([jax.lax.scan(lambda _, x: (None, dense(x, given) + dense(x * x, given)), None, xs)[1]])
+
+    got = jax.grad(jax.jit(lambda b: total(te.Accumulating(kernel, b))))(buffer)
     testing.assert_close(got, buffer + jax.grad(total)(kernel), F32)
 
 

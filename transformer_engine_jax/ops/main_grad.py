@@ -22,9 +22,9 @@ class Accumulating:
     """A kernel whose gradient is added to a buffer: what `dense` and its like take in place of the kernel.
 
     Several products of a step may use a buffer, which counts once. It counts each time where JAX adds up gradients out
-    of sight of the ops: those of several uses in a function that is jitted or rematerialised by itself, with the
-    gradient taken outside of it, of several such calls, of the steps of a scan with the buffer in its carry, and of the
-    shards of a shard_map with check_vma=False (there, reduce over the mesh after the last microbatch).
+    of sight of the ops: those of several calls of a function that is jitted or rematerialised by itself, with the
+    gradient taken outside of it, of the steps of a scan with the buffer in its carry, and of the shards of a shard_map
+    with check_vma=False (there, reduce over the mesh after the last microbatch).
     """
 
     kernel: jax.Array  # [k.., n..] any float dtype
