@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 import transformer_engine_jax as te
 from benchmarks.compare import leaf_most_off, within
+from benchmarks.peers import same_document, segment_ids
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import Repeated, interleaved, operand_sets, without_failures
 from transformer_engine_jax.ops.attention import Attention, dot_product_attention
@@ -33,21 +34,29 @@ def _options(query) -> Attention:
     return Attention(scale=query.shape[-1] ** -0.5, causal=True)
 
 
-def _ours(query, key, value):
-    return dot_product_attention(query, key, value, options=_options(query))
+def _described(shape: Shape, promised: bool = True) -> te.SequenceDescriptor | None:
+    most = shape.documents if promised else None
+    make = te.SequenceDescriptor.from_segment_ids_and_pos
+    return make(segment_ids(shape), max_segments=most) if shape.documents > 1 else None
 
 
-def _ours_in_fp8(query, key, value):
+def _ours(shape: Shape, query, key, value, promised: bool = True):
+    sequences = _described(shape, promised)
+    return dot_product_attention(query, key, value, options=_options(query), sequence_descriptor=sequences)
+
+
+def _ours_in_fp8(shape: Shape, query, key, value):
     """With the casts, of fixed scales, as DelayedScaling has them."""
     one = te.QuantizerState(jnp.float32(FP8_SCALE), jnp.zeros(16))
     state = te.AttentionState.pack(**dict.fromkeys(te.AttentionState.TENSORS, one))
     quantizers = te.attention_quantizers(state, DelayedScaling(fp8_dpa=True))
-    return dot_product_attention(query, key, value, options=_options(query), quantizers=quantizers)
+    described = dict(options=_options(query), sequence_descriptor=_described(shape))
+    return dot_product_attention(query, key, value, quantizers=quantizers, **described)
 
 
-def _reference(query, key, value):
+def _reference(shape: Shape, query, key, value):
     options = _options(query)
-    queries, keys = places(None, query.shape[1], key.shape[1], options)
+    queries, keys = places(_described(shape), query.shape[1], key.shape[1], options)
     return attention_reference(
         options, query, key, value,
         queries=queries, keys=keys, mask=None, bias=None, softmax_offset=None, dropout_key=None,
@@ -55,12 +64,18 @@ def _reference(query, key, value):
 
 
 def _jax_nn(implementation: str) -> Callable:
-    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+    def attend(shape: Shape, query, key, value):
+        call = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+        return call(query, key, value, mask=same_document(shape))
+
+    return attend
 
 
+# Of (shape, query, key, value). te-mask: packed rows whose segment ids come without max_segments.
 CONTENDERS = {
     "te": _ours,
     "te-fp8": _ours_in_fp8,
+    "te-mask": functools.partial(_ours, promised=False),
     "reference": _reference,
     "jax-cudnn": _jax_nn("cudnn"),
     "jax-xla": _jax_nn("xla"),
@@ -97,17 +112,19 @@ def programs(shape: Shape, passes: str, against: list[str]) -> tuple[dict[str, R
     operands = _operands(shape)
     sets = operand_sets(operands, 3 * sum(x.nbytes for x in operands), most=4)
     wrap, _ = PASSES[passes]
-    makers = {name: lambda name=name: Repeated(wrap(CONTENDERS[name]), sets) for name in against}
+    makers = {
+        name: lambda name=name: Repeated(wrap(functools.partial(CONTENDERS[name], shape)), sets) for name in against
+    }
     return without_failures(makers, peer=lambda name: name.startswith("jax-"))
 
 
 def errors(shape: Shape, passes: str, against: Iterable[str]) -> dict[str, float]:
     """How far each contender is off from the reference."""
     operands, (wrap, _) = _operands(shape), PASSES[passes]
-    expected = jax.jit(wrap(_reference))(*operands)
+    expected = jax.jit(wrap(functools.partial(_reference, shape)))(*operands)
     found = {}
     for name in against:
-        got = jax.jit(wrap(CONTENDERS[name]))(*operands)
+        got = jax.jit(wrap(functools.partial(CONTENDERS[name], shape)))(*operands)
         most = MOST_OFF_FP8 if name == "te-fp8" else MOST_OFF
         found[name] = within(most, leaf_most_off(got, expected), f"{name}, {passes} of {shape}")
     return found
@@ -118,8 +135,11 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
     for config in configs:
         shape = SHAPES[config]
         query, key, value, _ = (x for x in jax.eval_shape(lambda: _operands(shape)))
-        choice = lambda fp8: attention_backend(_options(query), query, key, value, fp8=fp8)[0]
-        backends = {"te": choice(False), "te-fp8": choice(True)}
+        sequences = _described(shape)
+        choice = lambda fp8: attention_backend(
+            _options(query), query, key, value, sequence_descriptor=sequences, fp8=fp8
+        )[0]
+        backends = {"te": choice(False), "te-fp8": choice(True), "te-mask": choice(False)}
         for passes, (_, factor) in PASSES.items():
             ready, failed = programs(shape, passes, against)
             times = interleaved(ready, **timing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +19,19 @@ from benchmarks.shapes import Shape
 from transformer_engine_jax import recipe
 from transformer_engine_jax.decisions import platform
 from transformer_engine_jax.ops.rope import rope, rope_frequencies
+
+
+def segment_ids(shape: Shape) -> jax.Array:
+    """The shape's, as a program gets them from its data: nothing is computed of them when it is compiled."""
+    return jax.lax.optimization_barrier(jnp.asarray(shape.segment_ids))
+
+
+def same_document(shape: Shape) -> jax.Array | None:
+    """bool[B, 1, S, S], for attention that is told packed documents by a mask; None where a row is one document."""
+    if shape.documents == 1:
+        return None
+    ids = segment_ids(shape)
+    return (ids[:, :, None] == ids[:, None, :])[:, None]
 
 
 class FlaxLayer(nn.Module):
@@ -50,8 +63,8 @@ class FlaxLayer(nn.Module):
         if s.rope:
             frequencies = rope_frequencies(s.head)
             q, k = rope(q, frequencies, group="alternate"), rope(k, frequencies, group="alternate")
-        implementation = "cudnn" if platform() == "gpu" else None
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, mask=same_document(s))
+        y = attend(q, k, v, implementation="cudnn" if platform() == "gpu" else None)
         x = x + product(y, s.hidden, axis=(-2, -1))
         y = norm(x)
         if s.gated:
@@ -82,8 +95,24 @@ def _options(shape: Shape) -> dict[str, Any]:
     )
 
 
-def our_layer(shape: Shape, **options) -> te_flax.TransformerLayer:
-    return te_flax.TransformerLayer(**_options(shape), **options)
+class PackedLayer(nn.Module):
+    """Our layer of rows that hold several documents each."""
+
+    shape: Shape
+    options: Mapping[str, Any]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        ids, most = segment_ids(self.shape), self.shape.documents
+        sequences = te.SequenceDescriptor.from_segment_ids_and_pos(ids, max_segments=most)
+        fields = {**_options(self.shape), "self_attn_mask_type": "padding_causal", **self.options}
+        return te_flax.TransformerLayer(**fields)(x, sequence_descriptor=sequences)
+
+
+def our_layer(shape: Shape, **options) -> nn.Module:
+    return (
+        PackedLayer(shape, options) if shape.documents > 1 else te_flax.TransformerLayer(**_options(shape), **options)
+    )
 
 
 def nvidias_package() -> ModuleType:
@@ -98,6 +127,8 @@ def nvidias_package() -> ModuleType:
 
 def _nvidia(recipe_name: str | None) -> Callable[[Shape], Contender]:
     def make(shape: Shape) -> Contender:
+        if shape.documents > 1:
+            raise ImportError("NVIDIA's TransformerLayer has no packed rows")
         nvidia = nvidias_package()
         fp8 = None if recipe_name is None else getattr(nvidia.common.recipe, recipe_name)()
         return Contender(

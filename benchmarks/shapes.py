@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Shape(NamedTuple):
     batch: int
@@ -14,6 +16,7 @@ class Shape(NamedTuple):
     gated: bool = False  # swiglu instead of gelu
     rope: bool = False
     biases: bool = True
+    documents: int = 1  # sequences that a row holds, of random lengths
 
     @property
     def tokens(self) -> int:
@@ -40,9 +43,19 @@ class Shape(NamedTuple):
         return sum(k * n for k, n in self.kernels.values())
 
     @property
+    def segment_ids(self) -> np.ndarray:
+        """i32[batch, seq] the number of each token's document, from 1 on."""
+        rng = np.random.default_rng(0)
+        begins = np.zeros((self.batch, self.seq), np.int32)
+        for row in begins:
+            row[rng.choice(np.arange(1, self.seq), self.documents - 1, replace=False)] = 1
+        return 1 + np.cumsum(begins, axis=1, dtype=np.int32)
+
+    @property
     def attention_flop(self) -> int:
         """Floating-point operations of causal attention, forward: half of the two full products."""
-        return 2 * self.batch * self.heads * self.seq**2 * self.head
+        lengths = [np.bincount(row) for row in self.segment_ids]
+        return 2 * self.heads * self.head * int(sum(np.sum(n.astype(np.int64) ** 2) for n in lengths))
 
     @property
     def flop(self) -> int:
@@ -93,7 +106,9 @@ SHAPES = {
     "llama2-7b": Shape(2, 4096, 4096, 11008, 32, 32, **_LLAMA),
     "llama-1b": Shape(4, 2048, 2048, 8192, 32, 8, **_LLAMA),
     "llama-8k": Shape(1, 8192, 4096, 14336, 32, 8, **_LLAMA),
+    "llama-packed": Shape(4, 4096, 4096, 14336, 32, 8, documents=8, **_LLAMA),
     "llama-70b": Shape(2, 4096, 8192, 28672, 64, 8, **_LLAMA),
-    "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as is the next
+    "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as are the next
     "tiny-llama": Shape(2, 64, 128, 256, 4, 2, **_LLAMA),
+    "tiny-packed": Shape(2, 64, 128, 256, 4, 2, documents=3, **_LLAMA),
 }

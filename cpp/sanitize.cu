@@ -12,6 +12,7 @@
 #include "ops/activation.h"
 #include "ops/gemm.h"
 #include "ops/layernorm.h"
+#include "ops/packed_rows.h"
 #include "ops/quantize.h"
 #include "ops/rope.h"
 #include "ops/softmax.h"
@@ -246,6 +247,24 @@ void softmaxes(int64_t queries, int64_t keys, DType dtype) {
   check("softmax_bwd", SoftmaxBwd(nullptr, scores, scores, y, rest, {0.5f, false}));
 }
 
+// Rows of 5 sequences each, of as many tokens as the number of the first one.
+void packed_rows(int64_t tokens, int64_t features, DType dtype) {
+  Memory m;
+  const In x = m.in(dtype, {3, tokens, features}), start = m.in(DType::S32, {3, 5}), length = m.in(DType::S32, {3, 5});
+  const auto *starts = start.typed_data<int32_t>(), *lengths = length.typed_data<int32_t>();
+  const bool* kept = m.in(DType::PRED, {3}).typed_data<bool>();
+  const int64_t width = static_cast<int64_t>(x.size_bytes()) / (3 * tokens);
+  for (const bool* of : {kept, static_cast<const bool*>(nullptr)}) {
+    must(write_between(nullptr, 3, 5, starts, lengths, of, tokens, width, x.untyped_data()), "write_between");
+  }
+  const auto rows = [&](int64_t token) {
+    return PackedRows{starts, tokens, token, static_cast<int64_t*>(m.bytes(offset_bytes(15))->untyped_data())};
+  };
+  must(write_offsets(nullptr, 3, 5, rows(1), rows(features), rows(2 * features)), "write_offsets");
+  must(cudaDeviceSynchronize(), "packed rows");
+  calls += 3;
+}
+
 void states(int64_t gemms) {
   Memory m;
   const Memory::Dims dims = {gemms, 3, kHistory + kHistoryLength};
@@ -282,7 +301,7 @@ int main(int count, char**) {
     for (const int64_t rows : all ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{130}) {
       for (const int64_t cols : {40, 257, 1024}) casts(rows, cols, dtype), activations(rows, cols, dtype);
       for (const int64_t cols : {40, 257, 1024, 4096, 16384}) norms(rows, cols, dtype);
-      for (const int64_t features : {24, 130}) rotations(rows, features, dtype);
+      for (const int64_t features : {24, 130}) rotations(rows, features, dtype), packed_rows(rows, features, dtype);
       for (const int64_t keys : {24, 130, 1000, 4104, 16400}) softmaxes(std::min<int64_t>(rows, 5), keys, dtype);
       std::printf("%d calls\n", calls), std::fflush(stdout);
     }

@@ -305,7 +305,7 @@ def _aliases(call: _Call, operands: Sequence[Any], results: Sequence[Any]) -> di
 
 # XLA's numbers of dtypes (PrimitiveType in xla_data.proto), as the handlers have them.
 _DTYPE_NUMBERS = {
-    "int32": 4, "uint8": 6, "uint32": 8, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e5m2": 19,
+    "bool": 1, "int32": 4, "uint8": 6, "uint32": 8, "float16": 10, "float32": 11, "bfloat16": 16, "float8_e5m2": 19,
     "float8_e4m3fn": 20,
 }  # fmt: skip
 

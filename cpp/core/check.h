@@ -22,6 +22,7 @@ inline const char* name_of(DType dtype) {
     case DType::S32: return "s32";
     case DType::U8: return "u8";
     case DType::U32: return "u32";
+    case DType::PRED: return "pred";
     default: return "another dtype";
   }
 }

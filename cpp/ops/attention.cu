@@ -6,7 +6,6 @@
 // mask again. cuDNN's graphs are made when a program is compiled, and kept. Only the host's compiler is needed.
 #include <array>
 
-#include "core/settings.h"
 #include "ops/attention.h"
 
 namespace te {
@@ -18,8 +17,6 @@ struct AttentionAttributes : AttentionOptions {
 namespace {
 
 constexpr int64_t kHeadSizeStep = 8;
-
-bool is_16_bits(const ffi::AnyBuffer& b) { return b.element_type() == DType::BF16 || b.element_type() == DType::F16; }
 
 Check& check_dropout(Check& check, const In& seed, float rate) {
   check.that(rate >= 0.f && rate < 1.f, "dropout", "a rate in [0, 1)", rate);
@@ -33,6 +30,7 @@ Check check_call(const AttentionOperands& in, const In& seed, const AttentionAtt
   check.that(is_16_bits(in.q), "q", "bf16 or f16", in.q);
   if (check.failed()) return check;
   check = check_attention(in, attributes, kHeadSizeStep, s);
+  if (check.failed() || check_lengths(check, in, s).failed()) return check;
   return check_dropout(check, seed, attributes.dropout);
 }
 
@@ -52,35 +50,10 @@ Check check_backward(const AttentionOperands& in, const In& seed, const In& stat
   return like(like(like(check, "dq", *dq, in.q), "dk", *dk, in.k), "dv", *dv, in.v);
 }
 
-void build_forward(AttentionGraph tensors) {
-  const auto options = tensors.with_options(cudnn::fe::graph::SDPA_attributes().set_generate_stats(true));
-  auto [o, stats] = tensors.graph.sdpa(tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV), options);
-  tensors.as_rows(o, kO).set_output(true);
-  tensors.as_stats(stats).set_output(true);
-}
-
-void build_backward(AttentionGraph tensors) {
-  const auto options =
-      tensors.with_options(cudnn::fe::graph::SDPA_backward_attributes().set_deterministic_algorithm(deterministic()));
-  const cudnn::Tensor stats = tensors.graph.tensor(AttentionGraph::Attributes());
-  tensors.as_stats(stats);
-  auto [dq, dk, dv] = tensors.graph.sdpa_backward(tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV),
-                                                  tensors.rows(kO), tensors.rows(kDo), stats, options);
-  tensors.as_rows(dq, kDq).set_output(true);
-  tensors.as_columns(dk, kDk).set_output(true);
-  tensors.as_columns(dv, kDv).set_output(true);
-}
-
-cudnn::Call call_of(const char* op, const AttentionCall& call) {
-  return {op, call.key(), [call](cudnn::fe::graph::Graph& graph) {
-            call.kind == kForward ? build_forward({call, graph}) : build_backward({call, graph});
-          }};
-}
-
 cudnn::Call call_of(const AttentionOperands& in, const AttentionShape& s, const AttentionAttributes& a,
                     AttentionKind kind) {
   const DType dtype = in.q.element_type();
-  return call_of(in.op, {kind, dtype, dtype, s, a, in.lengths()});
+  return graph_call(in.op, {kind, dtype, dtype, s, a, in.lengths()});
 }
 
 void insert_seed(cudnn::Pointers& all, const In& seed) {
@@ -129,8 +102,8 @@ Check check_qkv_backward(const In& stats, const In& qkv, const In& o, const In& 
 }
 
 cudnn::Call call_of_qkv(const In& qkv, const AttentionShape& s, const AttentionAttributes& a, AttentionKind kind) {
-  return call_of(kind == kForward ? "te_attention_qkv_fwd" : "te_attention_qkv_bwd",
-                 {kind, qkv.element_type(), qkv.element_type(), s, a, /*lengths=*/false, /*stacked=*/true});
+  return graph_call(kind == kForward ? "te_attention_qkv_fwd" : "te_attention_qkv_bwd",
+                    {kind, qkv.element_type(), qkv.element_type(), s, a, /*lengths=*/false, /*stacked=*/true});
 }
 
 void insert_parts(cudnn::Pointers& all, void* qkv, const AttentionShape& s, std::array<AttentionUid, 3> uids) {

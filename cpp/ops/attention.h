@@ -8,6 +8,7 @@
 //   q_len, k_len  s32[B] tokens of each sequence; both absent where there is no padding
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 #include <string>
@@ -15,6 +16,7 @@
 
 #include "core/check.h"
 #include "core/cudnn.h"
+#include "core/settings.h"
 
 namespace te {
 
@@ -83,18 +85,24 @@ inline Check check_attention(const AttentionOperands& in, const AttentionOptions
   for (const auto& [name, x] : {std::pair<const char*, const In&>{"k", in.k}, {"v", in.v}}) {
     shape(check.dtype(name, x, in.q.element_type()), name, x, {s.batch, s.k_size, s.groups, s.head_size});
   }
-  check.that(present(in.q_len) == present(in.k_len), "k_len", "given where q_len is", in.k_len);
-  if (present(in.q_len) && present(in.k_len)) {
-    shape(check.dtype("q_len", in.q_len, DType::S32), "q_len", in.q_len, {s.batch});
-    shape(check.dtype("k_len", in.k_len, DType::S32), "k_len", in.k_len, {s.batch});
-  }
   return check;
+}
+
+inline Check& check_lengths(Check& check, const AttentionOperands& in, const AttentionShape& s) {
+  check.that(present(in.q_len) == present(in.k_len), "k_len", "given where q_len is", in.k_len);
+  if (check.failed() || absent(in.q_len)) return check;
+  shape(check.dtype("q_len", in.q_len, DType::S32), "q_len", in.q_len, {s.batch});
+  return shape(check.dtype("k_len", in.k_len, DType::S32), "k_len", in.k_len, {s.batch});
+}
+
+inline bool is_16_bits(const ffi::AnyBuffer& b) {
+  return b.element_type() == DType::BF16 || b.element_type() == DType::F16;
 }
 
 // ---- The graph --------------------------------------------------------------------------------------
 
 // Kinds of graphs, which keys tell apart; and the tensors of all of them.
-enum AttentionKind : int64_t { kForward = 1, kBackward, kFp8Forward };
+enum AttentionKind : int64_t { kForward = 1, kBackward, kFp8Forward, kPackedForward, kPackedBackward };
 enum AttentionUid : int64_t {
   kQ = 1,
   kK,
@@ -116,7 +124,10 @@ enum AttentionUid : int64_t {
   kScaleS,
   kScaleO,
   kAmaxS,
-  kAmaxO
+  kAmaxO,
+  kQOffset,
+  kKOffset,
+  kStatsOffset
 };
 
 struct AttentionCall {
@@ -126,6 +137,7 @@ struct AttentionCall {
   AttentionOptions options;
   bool lengths;
   bool stacked = false;  // q, k and v are parts of one array, and so are their gradients
+  int64_t packed = 0;    // where not 0, each row of the batch holds up to so many sequences; see attention_packed.cu
 
   std::vector<int64_t> key() const {
     int32_t scale, dropout;
@@ -142,6 +154,7 @@ struct AttentionCall {
             shape.head_size,
             lengths,
             stacked,
+            packed,
             options.causal,
             options.left,
             scale,
@@ -167,17 +180,27 @@ class AttentionGraph {
     graph.set_intermediate_data_type(cudnn_type(DType::F32)).set_compute_data_type(cudnn_type(DType::F32));
     // Graphs are never freed, so what XLA captures of them needs no reference to them.
     graph.set_cuda_graph_retention(cudnn::fe::CudaGraphRetention_t::NONE);
+    if (!call.packed) return;
+    using Type = cudnn::fe::DataType_t;
+    q_offset_ = integers(kQOffset, sequences() + 1, Type::INT64);
+    k_offset_ = integers(kKOffset, sequences() + 1, Type::INT64);
+    stats_offset_ = integers(kStatsOffset, sequences() + 1, Type::INT64);
   }
 
   using Attributes = cudnn::fe::graph::Tensor_attributes;
 
-  Attributes& as_rows(const cudnn::Tensor& x, AttentionUid uid) const { return place(x, uid, s_.heads(), s_.q_size); }
-  Attributes& as_columns(const cudnn::Tensor& x, AttentionUid uid) const { return place(x, uid, s_.groups, s_.k_size); }
+  Attributes& as_rows(const cudnn::Tensor& x, AttentionUid uid) const {
+    return begins(place(x, uid, s_.heads(), s_.q_size), q_offset_);
+  }
+  Attributes& as_columns(const cudnn::Tensor& x, AttentionUid uid) const {
+    return begins(place(x, uid, s_.groups, s_.k_size), k_offset_);
+  }
+  // [B, H, Q] in memory, or [B, Q, H] of packed rows.
   Attributes& as_stats(const cudnn::Tensor& x) const {
-    return x->set_uid(kStats)
-        .set_dim({s_.batch, s_.heads(), s_.q_size, 1})
-        .set_stride({s_.heads() * s_.q_size, s_.q_size, 1, 1})
-        .set_data_type(cudnn_type(DType::F32));
+    x->set_uid(kStats).set_dim({sequences(), s_.heads(), s_.q_size, 1}).set_data_type(cudnn_type(DType::F32));
+    const bool packed = call_.packed > 0;
+    x->set_stride({s_.heads() * s_.q_size, packed ? 1 : s_.q_size, packed ? s_.heads() : 1, 1});
+    return begins(*x, stats_offset_);
   }
   static Attributes& as_scalar(const cudnn::Tensor& x, AttentionUid uid) {
     return x->set_uid(uid).set_dim({1, 1, 1, 1}).set_stride({1, 1, 1, 1}).set_data_type(cudnn_type(DType::F32));
@@ -209,8 +232,8 @@ class AttentionGraph {
     }
     if (call_.lengths) {
       options.set_padding_mask(true)
-          .set_seq_len_q(integers(kQLen, s_.batch, Type::INT32))
-          .set_seq_len_kv(integers(kKLen, s_.batch, Type::INT32));
+          .set_seq_len_q(integers(kQLen, sequences(), Type::INT32))
+          .set_seq_len_kv(integers(kKLen, sequences(), Type::INT32));
     }
     if (o.causal) {
       options.set_diagonal_alignment(cudnn::fe::DiagonalAlignment_t::TOP_LEFT).set_diagonal_band_right_bound(0);
@@ -218,6 +241,12 @@ class AttentionGraph {
     // cuDNN counts the query's own position as part of the window.
     if (o.left >= 0) options.set_diagonal_band_left_bound(static_cast<int>(o.left) + 1);
     return options;
+  }
+
+  // Of packed rows the tokens of all are as many as the arrays hold, not as many as each sequence may have.
+  void limit_tokens(cudnn::fe::graph::SDPA_backward_attributes& options) const {
+    if (!call_.packed) return;
+    options.set_max_total_seq_len_q(s_.batch * s_.q_size).set_max_total_seq_len_kv(s_.batch * s_.k_size);
   }
 
   cudnn::fe::graph::Graph& graph;
@@ -228,9 +257,13 @@ class AttentionGraph {
     const bool whole = uid == kO || uid == kDo;
     const int64_t row = heads * s_.head_size * (call_.stacked && !whole ? 3 : 1);
     return x->set_uid(uid)
-        .set_dim({s_.batch, heads, size, s_.head_size})
+        .set_dim({sequences(), heads, size, s_.head_size})
         .set_stride({size * row, s_.head_size, row, 1});
   }
+  static Attributes& begins(Attributes& x, const cudnn::Tensor& offset) {
+    return offset ? x.set_ragged_offset(offset) : x;
+  }
+  int64_t sequences() const { return s_.batch * std::max<int64_t>(call_.packed, 1); }
   cudnn::Tensor integers(AttentionUid uid, int64_t count, cudnn::fe::DataType_t dtype) {
     return graph.tensor(
         Attributes().set_uid(uid).set_dim({count, 1, 1, 1}).set_stride({1, 1, 1, 1}).set_data_type(dtype));
@@ -238,7 +271,37 @@ class AttentionGraph {
 
   const AttentionCall& call_;
   const AttentionShape& s_;
+  cudnn::Tensor q_offset_, k_offset_, stats_offset_;  // of packed rows alone
 };
+
+// ---- Attention in 16 bits ---------------------------------------------------------------------------
+
+inline void build_forward(AttentionGraph tensors) {
+  const auto options = tensors.with_options(cudnn::fe::graph::SDPA_attributes().set_generate_stats(true));
+  auto [o, stats] = tensors.graph.sdpa(tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV), options);
+  tensors.as_rows(o, kO).set_output(true);
+  tensors.as_stats(stats).set_output(true);
+}
+
+inline void build_backward(AttentionGraph tensors) {
+  auto options =
+      tensors.with_options(cudnn::fe::graph::SDPA_backward_attributes().set_deterministic_algorithm(deterministic()));
+  tensors.limit_tokens(options);
+  const cudnn::Tensor stats = tensors.graph.tensor(AttentionGraph::Attributes());
+  tensors.as_stats(stats);
+  auto [dq, dk, dv] = tensors.graph.sdpa_backward(tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV),
+                                                  tensors.rows(kO), tensors.rows(kDo), stats, options);
+  tensors.as_rows(dq, kDq).set_output(true);
+  tensors.as_columns(dk, kDk).set_output(true);
+  tensors.as_columns(dv, kDv).set_output(true);
+}
+
+inline cudnn::Call graph_call(const char* op, const AttentionCall& call) {
+  return {op, call.key(), [call](cudnn::fe::graph::Graph& graph) {
+            const bool forward = call.kind == kForward || call.kind == kPackedForward;
+            forward ? build_forward({call, graph}) : build_backward({call, graph});
+          }};
+}
 
 inline cudnn::Pointers pointers_of(const AttentionOperands& in) {
   cudnn::Pointers all{{kQ, in.q.untyped_data()}, {kK, in.k.untyped_data()}, {kV, in.v.untyped_data()}};

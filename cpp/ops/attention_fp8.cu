@@ -34,7 +34,7 @@ Check check_call(const AttentionOperands& in, const Scales& scales, Out& o, Out&
   Check check(in.op);
   if (check.dtype("q", in.q, DType::F8E4M3FN).failed()) return check;
   check = check_attention(in, options, /*step=*/16, s);
-  if (check.failed()) return check;
+  if (check.failed() || check_lengths(check, in, s).failed()) return check;
   check.scalar("q_descale", scales.q_descale).scalar("k_descale", scales.k_descale);
   check.scalar("v_descale", scales.v_descale).scalar("weight_scale", scales.weight_scale);
   check.scalar("weight_descale", scales.weight_descale).scalar("o_scale", scales.o_scale);

@@ -106,6 +106,16 @@ def test_layouts_of_packed_sequences_are_the_same_attention():
     testing.assert_close(jnp.swapaxes(out, 0, 1), expected, F32)
 
 
+def test_max_segments_per_seq_is_a_promise_of_segment_ids():
+    """Without a GPU that is all it is: a row that breaks it is NaN."""
+    ids = jnp.asarray(np.arange(S) // -(-S // 3) + 1 + np.zeros((B, 1), int)).at[0].set(1)
+    dpa = lambda most, q: DPA(attn_mask_type="padding_causal", max_segments_per_seq=most).apply(
+        {}, q, K, V, SequenceDescriptor.from_segment_ids_and_pos(ids)
+    )
+    testing.assert_same_bytes(dpa(3, Q), dpa(1, Q))
+    assert np.isnan(dpa(2, Q)[1:]).all() and np.isfinite(dpa(2, Q)[0]).all()
+
+
 def test_a_descriptor_and_the_mask_that_says_the_same():
     """They differ in the padding only, where the descriptor's queries see nothing."""
     by_mask = DPA(attn_mask_type="padding_causal").apply({}, Q, K, V, mask=PADDING)

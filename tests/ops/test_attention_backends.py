@@ -1,5 +1,6 @@
 """Which backend is chosen and why; what cuDNN is told, shown by a stand-in; and cuDNN itself where there is a GPU."""
 
+import re
 import warnings
 from functools import partial
 
@@ -10,7 +11,6 @@ import numpy as np
 import numpy_attention
 import pytest
 from emulated import BF16, F32
-from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
@@ -21,6 +21,7 @@ from transformer_engine_jax.ops.attention import (
     backends,
     cudnn,
     dot_product_attention,
+    flash_packed,
 )
 from transformer_engine_jax.ops.attention.cudnn import _as_query, cudnn_attention
 from transformer_engine_jax.ops.attention.sequences import places
@@ -46,6 +47,8 @@ def packed() -> SequenceDescriptor:
             n[:, row, i], starts[:, row, i] = (q_size, k_size), (q0, k0)
     return SequenceDescriptor.from_seqlens_and_offsets(tuple(n), tuple(starts))
 
+
+IDS = SequenceDescriptor.from_segment_ids_and_pos(np.ones((B, K), int))
 
 # form of visibility, options, descriptor, rows, mask, bias
 CASES = {
@@ -114,29 +117,14 @@ def public_call(
     return softmax_attention(query, key, value, bias, seen, written, read, scale)
 
 
-def packed_call(
-    query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length
-):  # fmt: skip
-    """cuDNN's packed form: the n-th lengths given belong to the n-th starts given."""
-    assert query.shape[2] == key.shape[2] and q_offsets.shape == (B, q_seqlen.shape[1] + 1)
-    i, j = np.arange(query.shape[1])[:, None, None], np.arange(key.shape[1])[:, None]
-    own = (i >= q_offsets[:, None, None, :-1]) & (i < (q_offsets[..., :-1] + q_seqlen)[:, None, None])
-    theirs = (j >= kv_offsets[:, None, None, :-1]) & (j < (kv_offsets[..., :-1] + kv_seqlen)[:, None, None])
-    ahead = (j - kv_offsets[:, None, None, :-1]) - (i - q_offsets[:, None, None, :-1])
-    seen = own & theirs
-    if mask_type == fused_attention_stablehlo.MaskType.PADDING_CAUSAL:
-        seen &= ahead <= 0
-    if sliding_window_length is not None:
-        seen &= ahead > -sliding_window_length
-    written, read = own.any((-1, -2)), theirs.any((-1, -3))
-    return softmax_attention(query, key, value, None, seen.any(-1)[:, None], written, read, scale)
-
-
 @pytest.fixture
-def stand_in(monkeypatch):
+def stand_in(monkeypatch, request):
+    """Of JAX's calls; packed rows have handlers of ours, and references."""
+    packed = "packed" in request.node.callspec.params["case"]
+    monkeypatch.setattr(backends, "packs", lambda: packed)
+    monkeypatch.setattr(cudnn, "packs", lambda: packed)
     monkeypatch.setattr(cudnn, "_has_handlers", lambda *_: False)
     monkeypatch.setattr(jax.nn, "dot_product_attention", public_call)
-    monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", packed_call)
 
 
 def run_step(call, bias, dtype=jnp.float32):
@@ -165,7 +153,8 @@ def test_what_cudnn_is_told(case, stand_in):
 
     seen = numpy_attention.seen_keys(options, B, Q, K, rows, mask)
     expected = numpy_attention.attention(options, seen, QUERY, KEY, VALUE, DY, bias)
-    testing.assert_close(run_step(call, bias), expected, F32)
+    with testing.reference_kernels():
+        testing.assert_close(run_step(call, bias), expected, F32)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -205,31 +194,62 @@ def test_cudnn_itself_in_a_window():
     testing.assert_close((out, list(vjp(x[3]))), expected, 5 * BF16)
 
 
+LENGTHS = dict(sequence_descriptor=SequenceDescriptor.from_seqlens(np.array([16, 9])))
+SEGMENTS = SequenceDescriptor.from_segment_ids_and_pos(np.repeat([[1, 2]], 8, axis=1).repeat(2, axis=0))
+
+
 @pytest.mark.parametrize(
     "heads, size, devices, missing, fields, call, ours",
     [
-        ((4, 2), 64, 1, "", {}, {}, True),
-        ((4, 2), 64, 1, "", dict(causal=True, window=(9, 0)), {}, True),
-        ((4, 2), 64, 1, "", {}, dict(sequence_descriptor=SequenceDescriptor.from_seqlens(np.array([16, 9]))), True),
-        ((4, 4), 64, 4, "", {}, {}, True),
-        ((4, 2), 64, 4, "", {}, {}, False),  # keys and values would be repeated
-        ((4, 2), 256, 1, "", {}, {}, False),
-        ((4, 2), 64, 1, "no headers", {}, {}, False),
-        ((4, 2), 64, 1, "", {}, dict(bias=jnp.zeros((1, 1, 16, 16))), False),
-        ((4, 2), 64, 1, "", {}, dict(mask=jnp.zeros((1, 1, 16, 16), bool)), False),
+        ((4, 2), 64, 1, "", {}, {}, "attention_fwd"),
+        ((4, 2), 64, 1, "", dict(causal=True, window=(9, 0)), {}, "attention_fwd"),
+        ((4, 4), 64, 4, "", {}, {}, "attention_fwd"),
+        ((4, 2), 64, 4, "", {}, {}, ""),  # keys and values would be repeated
+        ((4, 2), 256, 1, "", {}, {}, ""),
+        ((4, 2), 64, 1, "no headers", {}, {}, ""),
+        ((4, 2), 64, 1, "", {}, dict(bias=jnp.zeros((1, 1, 16, 16))), ""),
+        ((4, 2), 64, 1, "", {}, dict(mask=jnp.zeros((1, 1, 16, 16), bool)), ""),
+        ((4, 2), 64, 1, "", {}, LENGTHS, "attention_packed_fwd"),
+        ((4, 2), 72, 1, "", {}, LENGTHS, "attention_fwd"),  # for the other, heads would be widened
+        ((4, 2), 64, 1, "", dict(dropout=0.1), dict(**LENGTHS, dropout_key=jax.random.key(0)), "attention_fwd"),
+        ((4, 2), 64, 1, "no headers", {}, LENGTHS, ""),
+        ((4, 2), 72, 4, "", {}, dict(sequence_descriptor=SEGMENTS.of_at_most(2)), "attention_packed_fwd"),
+        ((4, 2), 64, 1, "no headers", {}, dict(sequence_descriptor=SEGMENTS.of_at_most(2)), ""),
+        ((4, 2), 64, 1, "", {}, dict(sequence_descriptor=SEGMENTS), ""),
     ],
     ids=str,
 )
 def test_which_of_cudnns_calls(heads, size, devices, missing, fields, call, ours, monkeypatch):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")  # nothing is compiled
-    monkeypatch.setattr(cudnn, "missing", lambda: missing)
+    for module in (backends, cudnn, flash_packed):
+        monkeypatch.setattr(module, "missing", lambda: missing)
     monkeypatch.setattr(cudnn, "on_hopper", lambda: True)
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **__: query)
     query, key = (jax.ShapeDtypeStruct((2, 16, n, size), jnp.bfloat16) for n in heads)
     attend = partial(dot_product_attention, options=Attention(0.3, **fields), **call)
     text = str(jax.make_jaxpr(attend)(query, key, key))
-    assert ("attention_fwd" in text) == ours
+    assert set(re.findall("attention[a-z_]*_fwd", text)) == ({ours} if ours else set())
+
+
+@pytest.mark.parametrize(
+    "capabilities, missing, deterministic, packs",
+    [
+        ([9.0], "", False, True),
+        ([10.0], "", False, True),
+        ([9.0, 12.0], "", False, False),
+        ([8.9], "", False, False),
+        ([9.0], "no headers", False, False),
+        ([9.0], "", True, False),
+    ],
+)
+def test_where_packed_rows_have_handlers(capabilities, missing, deterministic, packs, monkeypatch):
+    monkeypatch.setattr(flash_packed, "compute_capabilities", lambda: capabilities)
+    monkeypatch.setattr(flash_packed, "missing", lambda: missing)
+    monkeypatch.setattr(flash_packed, "deterministic", lambda: deterministic)
+    assert flash_packed.packs() == packs
+    for sequences in (packed(), IDS.of_at_most(1)):
+        assert backends.visibility_form(Attention(1.0), K, K, sequences, None) == ("packed" if packs else "mask")
 
 
 def test_jaxs_call_where_ours_was_not_measured(monkeypatch):
@@ -264,13 +284,15 @@ def test_jaxs_call_where_ours_was_not_measured(monkeypatch):
         ({"q": 2**15, "k": 2**15}, {"window": (5, 5)}, {}, r"only as a mask, of 2.0 GiB"),
         ({"q": 2**15, "k": 2**15}, {"window": (5, 5), "causal": True}, {}, "has all that is asked for"),
         ({}, {}, {"sequence_descriptor": packed(), "bias": BIAS}, "no bias for packed sequences"),
-        ({"q": 2**25}, {}, {"sequence_descriptor": packed()}, "statistics of packed sequences take 6.0 GiB"),
+        ({"q": 2**25}, {}, {"sequence_descriptor": packed()}, "has all that is asked for"),
+        ({"q": K}, {}, {"sequence_descriptor": IDS}, "has all that is asked for, but is told segment ids as a mask"),
     ],
 )  # fmt: skip
 def test_the_choice_names_its_reason(shapes, fields, call, why, monkeypatch):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")
     monkeypatch.setattr(backends, "most_head_size", lambda: 256)
     monkeypatch.setattr(backends, "missing", lambda: "the extension was built without it")
+    monkeypatch.setattr(backends, "packs", lambda: True)
     q, k, d, dtype = ({"q": Q, "k": K, "d": D, "dtype": jnp.bfloat16} | shapes).values()
     query, key = (jax.ShapeDtypeStruct((B, n, heads, d), dtype) for n, heads in ((q, H), (k, G)))
     backend, reason = attention_backend(Attention(1.0, **fields), query, key, key, **call)

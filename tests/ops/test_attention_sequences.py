@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
+from transformer_engine_jax.ops.attention.sequences import runs
 
 B, S, H, G, D = 3, 16, 4, 2, 8
 QUERY, KEY, VALUE, DY = normal(5, (B, S, H, D), (B, S, G, D), (B, S, G, D), (B, S, H, D))
@@ -112,6 +113,63 @@ def test_what_lies_in_the_padding_does_not_matter():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
 
 
+# --- The promise of max_segments -------------------------------------------------------------------------------------
+
+
+def attention_of(sequences, options=Attention(0.3, causal=True)):
+    run = partial(dot_product_attention, options=options, sequence_descriptor=sequences)
+    out, vjp = jax.vjp(jax.jit(run), QUERY, KEY, VALUE)
+    return out, *vjp(jnp.asarray(DY))
+
+
+@pytest.mark.parametrize("how", ["ids", "ids and positions"])
+@pytest.mark.parametrize("most", [3, 7])
+def test_a_promise_that_is_kept_changes_nothing(how, most):
+    make = partial(SequenceDescriptor.from_segment_ids_and_pos, *described(how))
+    testing.assert_same_bytes(attention_of(make(max_segments=most)), attention_of(make()))
+    assert make().of_at_most(most).max_segments == most and make(max_segments=2).of_at_most(most).max_segments == 2
+
+
+BROKEN = {
+    "too many": (2, lambda ids, positions: None),
+    "in two places": (4, lambda ids, positions: ids.__setitem__((1, slice(13, 16)), ids[1, 0])),
+    "positions that skip": (4, lambda ids, positions: positions.__setitem__((1, 8), 5)),
+    "positions that fall": (4, lambda ids, positions: positions.__setitem__((1, slice(6, 13)), range(7)[::-1])),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_rows_that_break_the_promise_are_nan(case):
+    most, change = BROKEN[case]
+    ids, positions = described("ids and positions", [[(0, 16)], [(0, 5), (5, 1), (6, 7)], [(2, 3), (9, 4)]])
+    change(ids, positions)
+    make = partial(SequenceDescriptor.from_segment_ids_and_pos, ids, positions)
+    got, expected = attention_of(make(max_segments=most)), attention_of(make())
+    assert np.isnan(got[0][1]).all()
+    assert not any(np.asarray(x[1]).any() for x in got[1:]), "gradients of NaN"
+    for row in (0, 2):
+        testing.assert_same_bytes([x[row] for x in got], [x[row] for x in expected])
+
+
+def test_where_segments_lie():
+    """Queries and keys by their ids, in whatever order; ids that only one of them has; rows of padding."""
+    q_ids = np.array([[3, 3, 0, 5, 5, 5, 9, 0], [0] * 8, [0, 0, 4, 4, 4, 4, 4, 4]])
+    k_ids = np.array([[5, 5, 0, 0, 3, 3, 3, 8], [1] * 8, [4, 4, 4, 0, 0, 0, 0, 0]])
+    at = runs(SequenceDescriptor.from_segment_ids_and_pos((q_ids, k_ids), max_segments=3))
+    assert at.kept.all()
+    found = np.asarray(jnp.stack(at[:4], axis=-1))
+    assert found.tolist() == [[[0, 2, 4, 3], [3, 3, 0, 2], [6, 1, 0, 0]], [[0] * 4] * 3, [[2, 6, 0, 3], *[[0] * 4] * 2]]
+    shifted = np.arange(8) + np.array([[0], [0], [7]])  # one id, whose positions begin elsewhere in keys
+    sequences = SequenceDescriptor.from_segment_ids_and_pos(
+        (np.ones((3, 8), int),) * 2, (np.arange(8) + np.zeros((3, 1), int), shifted), max_segments=1
+    )
+    at = runs(sequences)
+    assert at.kept.tolist() == [True, True, False] and at.q_len[:, 0].tolist() == [8, 8, 0]
+
+
+# --- Order -----------------------------------------------------------------------------------------------------------
+
+
 def test_moving_a_sequence_in_its_row_moves_its_output():
     options = Attention(0.3, causal=True)
     lengths = np.array([[6]] * B)
@@ -166,6 +224,8 @@ ONES = np.ones((B, S), int)
         ("ids", (ONES[0],), r"segment_ids: expected integers of rank 2, got int32\[16\]"),
         ("ids", (ONES, ONES[:, :2]), r"segment_pos: expected \[3, 16\], got \[3, 2\]"),
         ("ids", ((ONES, ONES[:, :8]),), r"segment_ids of the keys: expected \[3, 16\], got \[3, 8\]"),
+        ("bounded ids", (ONES, 0), "max_segments: expected how many sequences a row has at most, 1 or more, .* got 0"),
+        ("bounded ids", (ONES, 2.0), "max_segments: expected how many .* got 2.0"),
         ("nothing", (), "seqlens: expected a pair of arrays, .* got None; make one with a from_... method"),
         ("fields", ((ONES[:, 0], None),), r"seqlens: expected a pair of arrays, .* got \(\(3,\), None\)"),
         ("fields", (None, None, (None, ONES)), r"segment_ids: expected a pair of arrays, .* got \(None, \(3, 16\)\)"),
@@ -173,8 +233,9 @@ ONES = np.ones((B, S), int)
     ],
 )
 def test_misuse_is_named(make, arrays, message):
+    bounded = lambda ids, most: SequenceDescriptor.from_segment_ids_and_pos(ids, max_segments=most)
     with pytest.raises(ValueError, match=message):
-        sequences = MAKE.get(make, SequenceDescriptor)(*arrays)
+        sequences = {**MAKE, "bounded ids": bounded}.get(make, SequenceDescriptor)(*arrays)
         dot_product_attention(QUERY, KEY, VALUE, options=Attention(1.0), sequence_descriptor=sequences)
 
 

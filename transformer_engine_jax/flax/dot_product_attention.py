@@ -51,9 +51,10 @@ class DotProductAttention(Fp8Module):
     window_size: (left, right) keys seen, -1 for all. softmax_type: "off_by_one" has one more logit, 0; "learnable" has
     one a head, the param `softmax_offset` f32[H]. score_mod: see ops.attention.Attention. transpose_batch_sequence:
     inputs are [S, B, ...]. checkpoint_core_attention: the backward pass computes the attention anew, and nothing of it
-    is kept. float32_logits: logits and softmax always are. max_segments_per_seq: not needed. context_parallel_axis: the
-    mesh axis that shards the sequence; strategy "ALL_GATHER" (the default) or "RING"; causal_load_balanced: tokens come
-    in the order of te.reorder_causal_load_balancing.
+    is kept. float32_logits: logits and softmax always are. max_segments_per_seq: above 1, the `max_segments` of
+    descriptors of segment ids that have none (see te.SequenceDescriptor). context_parallel_axis: the mesh axis that
+    shards the sequence; strategy "ALL_GATHER" (the default) or "RING"; causal_load_balanced: tokens come in the order
+    of te.reorder_causal_load_balancing.
     """
 
     head_dim: int
@@ -110,8 +111,10 @@ class DotProductAttention(Fp8Module):
         quantizers, unused = self.attention_quantizers()
         if cache_index is None:
             check_broadcast("mask", mask, query, key)  # also one that the mask type ignores
-            where = dict(sequence_descriptor=sequence_descriptor if padded else None)
-            where["context_parallel"] = context_parallel(self)
+            sequences = sequence_descriptor if padded else None
+            if sequences is not None and self.max_segments_per_seq > 1:
+                sequences = sequences.of_at_most(self.max_segments_per_seq)
+            where = dict(sequence_descriptor=sequences, context_parallel=context_parallel(self))
             attend = partial(dot_product_attention, options=options, quantizers=quantizers, **where)
         else:
             attend = partial(decode_attention, options=options, quantizers=quantizers, index=cache_index)
@@ -157,7 +160,7 @@ class DotProductAttention(Fp8Module):
         one_of(self, "qkv_layout", tuple(LAYOUTS))
         one_of(self, "softmax_type", SOFTMAX_TYPES)
         one_of(self, "context_parallel_strategy", STRATEGIES)
-        check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups")
+        check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups", "max_segments_per_seq")
         check_rate(self, "attention_dropout")
         groups = self.num_gqa_groups or self.num_attention_heads
         if self.num_attention_heads % groups:

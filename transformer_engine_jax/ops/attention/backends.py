@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 
 import jax
 
 from transformer_engine_jax.decisions import compute_capabilities, platform
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing
+from transformer_engine_jax.ops.attention.flash_packed import packs
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
 
-# A mask reaches cuDNN as a bias [B or 1, H or 1, Q, K]; and it keeps statistics [B, N, H, Q] in f32 for N packed
-# sequences. Beyond this many bytes of either, the blocks of the reference are the better choice.
+# A mask reaches cuDNN as a bias [B or 1, H or 1, Q, K]. Beyond this many bytes the blocks of the reference are the
+# better choice.
 MOST_BYTES = 2**30
 
 
@@ -45,7 +47,11 @@ def attention_backend(
     for cannot, why in _limits_of_cudnn(*given):
         if cannot:
             return "reference", why + instead
-    return "cudnn", f"cuDNN's flash attention has all that is asked for{instead}"
+    why = "cuDNN's flash attention has all that is asked for"
+    ids = None if sequence_descriptor is None else sequence_descriptor.segment_ids
+    if ids is not None and sequence_descriptor.max_segments is None:
+        why += ", but is told segment ids as a mask, and computes what that hides: give their descriptor max_segments"
+    return "cudnn", why + instead
 
 
 def from_hopper_on() -> bool:
@@ -71,7 +77,7 @@ def warn_of_fallback(why: str, what: str = "in plain JAX, not by cuDNN") -> None
 
 def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):
     """(whether it is past the limit, the limit), most general first."""
-    batch, q_len, heads, dim = query.shape
+    batch, q_len, _, dim = query.shape
     k_len, size = key.shape[1], max(dim, value.shape[-1])
     dtypes = {str(x.dtype) for x in (query, key, value)}
     form = visibility_form(options, q_len, k_len, sequences, mask)
@@ -105,10 +111,7 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         entries = (1 if shared else batch) * (1 if mask is None else mask.shape[1]) * q_len * k_len
         what = "padding, window and alignment this way only as a mask"
         yield 2 * entries > MOST_BYTES, f"cuDNN takes {what}, of {2 * entries / 2**30:.1f} GiB"
-    if form == "packed":
-        yield bias is not None, "cuDNN has no bias for packed sequences"
-        statistics = 4 * batch * sequences.seqlens[0].shape[1] * heads * q_len
-        yield statistics > MOST_BYTES, f"cuDNN's statistics of packed sequences take {statistics / 2**30:.1f} GiB"
+    yield form == "packed" and bias is not None, "cuDNN has no bias for packed sequences"
 
 
 def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):
@@ -145,9 +148,9 @@ def visibility_form(options: Attention, q_len: int, k_len: int, sequences: Seque
     if sequences is None:
         return "mask" if left >= 0 and q_len > k_len else "plain"  # cuDNN's windows need as many keys as queries
     if sequences.segment_ids is not None:
-        return "mask"
+        return "packed" if sequences.max_segments is not None and packs() else "mask"
     several = any(n.ndim == 2 and n.shape[1] > 1 for n in sequences.seqlens)
-    same = sequences.seqlens[0].shape == sequences.seqlens[1].shape
     if not several and sequences.seq_offsets is None:
         return "lengths"
-    return "packed" if several and same else "mask"
+    same = [math.prod(n.shape[1:]) for n in sequences.seqlens]
+    return "packed" if same[0] == same[1] and packs() else "mask"

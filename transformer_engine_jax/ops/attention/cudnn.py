@@ -1,7 +1,7 @@
 """cuDNN's flash attention for what `attention_backend` says it can, by handlers of ours, or by JAX's own call.
 
-Ours are for dropout and FP8, and on Hopper for what is plain or told by lengths; JAX's for all else, and where ours
-were not built.
+Ours are for dropout, FP8 and packed rows, and on Hopper for what is plain or told by lengths; JAX's for all else, and
+where ours were not built.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from transformer_engine_jax.ops.attention.backends import attention_backend, vis
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
+from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packed_attention, packs
 from transformer_engine_jax.ops.attention.fp8 import fp8_attention
 from transformer_engine_jax.ops.attention.options import Attention
-from transformer_engine_jax.ops.attention.sequences import Places, starts_and_lengths, visible
+from transformer_engine_jax.ops.attention.sequences import (
+    Places,
+    Runs,
+    SequenceDescriptor,
+    runs,
+    visible,
+)
 
 
 def cudnn_attention(
@@ -34,9 +41,13 @@ def cudnn_attention(
         parts = Parts(options.scale, Mask(options.causal, options.reach[0]))
         return attention_of_parts(parts, query, key, value, offset)
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
-    v_size = value.shape[-1]
-    size = -(-max(query.shape[-1], v_size) // 8) * 8
+    given = dict(mask=mask, bias=bias, dropout_key=dropout_key, quantizers=quantizers)
+    packed = as_packed(options, query, key, value, sequence_descriptor=sequence_descriptor, **given)
+    v_size, step = value.shape[-1], PACKED_SIZES if packed else 8
+    size = -(-max(query.shape[-1], v_size) // step) * step
     query, key, value = (widened(x, size) for x in (query, key, value))
+    if packed:
+        return packed_attention(options, query, key, value, attending(options, runs(sequence_descriptor)))[..., :v_size]
     if bias is not None:
         bias = _placed(None, query, _bias(options, bias, query, key))
     if form == "plain":
@@ -44,10 +55,23 @@ def cudnn_attention(
     elif form == "mask":
         out = _masked(options, query, key, value, bias, queries, keys, mask)
     else:
-        packed = form == "packed"
-        arrays = query, key, value, bias, dropout_key, quantizers
-        out = _by_lengths(options, *arrays, sequence_descriptor, packed=packed)
+        out = _by_lengths(options, query, key, value, bias, dropout_key, quantizers, sequence_descriptor)
     return out[..., :v_size]
+
+
+def as_packed(
+    options: Attention, query, key, value, *, sequence_descriptor, mask, bias, dropout_key, quantizers=None
+) -> bool:
+    """Whether cuDNN is given packed rows, of which nothing need be hidden first.
+
+    Rows of one sequence are too, where heads need not be widened for it.
+    """
+    form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
+    if form == "packed":
+        return True
+    plain = all(x is None for x in (bias, dropout_key, quantizers))
+    fits = all(x.shape[-1] == query.shape[-1] and x.shape[-1] % PACKED_SIZES == 0 for x in (query, key, value))
+    return form == "lengths" and plain and fits and packs()
 
 
 def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, **lengths) -> jax.Array:
@@ -94,29 +118,28 @@ def _masked(options: Attention, query, key, value, bias, queries: Places, keys: 
 
 
 def _by_lengths(
-    options: Attention, query, key, value, bias, dropout_key, quantizers, sequences, *, packed: bool
+    options: Attention, query, key, value, bias, dropout_key, quantizers, sequences: SequenceDescriptor
 ) -> jax.Array:
-    offsets = sequences.seq_offsets or (None, None)
-    (q_starts, q_lens), (k_starts, k_lens) = map(starts_and_lengths, sequences.seqlens, offsets)
-    q_lens, k_lens = _attending(q_lens, k_lens, options.reach[0])
+    at = attending(options, runs(sequences))
     # What lies past the lengths is never written, not in the gradients either, and may be anything.
-    computed = _covered(q_starts, q_lens, query.shape[1])
-    read = _covered(k_starts, k_lens, key.shape[1])
-    query, key, value = _only(computed, query), _only(read, key), _only(read, value)
-    q_starts, q_lens, k_starts, k_lens = (
-        _as_query(query, x[:, None, None])[:, 0, 0] for x in (q_starts, q_lens, k_starts, k_lens)
-    )
-    if packed:
-        out = _packed(options, query, key, value, q_starts, q_lens, k_starts, k_lens)
-    else:
-        # At least one token of each: statistics of no token are not finite. What is too much is hidden below.
-        q_len, k_len = (jnp.maximum(x[:, 0], 1) for x in (q_lens, k_lens))
-        lengths = dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len)
-        out = _call(options, query, key, value, bias, dropout_key, quantizers, **lengths)
-    return _only(computed, out)
+    covered, read = (_within(at.q_start, at.q_len, query.shape[1]), _within(at.k_start, at.k_len, key.shape[1]))
+    query, key, value = _only(covered, query), _only(read, key), _only(read, value)
+    # JAX's call: lengths are sharded as queries are; and at least one token of each, as statistics of no token are not
+    # finite. What is too much is hidden below.
+    q_len, k_len = (_as_query(query, jnp.maximum(x, 1)[:, None, None])[:, 0, 0, 0] for x in (at.q_len, at.k_len))
+    lengths = dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len)
+    return _only(covered, _call(options, query, key, value, bias, dropout_key, quantizers, **lengths))
 
 
-def _covered(starts, lengths, size: int) -> jax.Array:
+def attending(options: Attention, at: Runs) -> Runs:
+    """Without the queries that see nothing: those of empty keys, and those past keys and window."""
+    left, _ = options.reach
+    q_len = jnp.minimum(at.q_len, at.k_len + left) if left >= 0 else at.q_len
+    some = (q_len > 0) & (at.k_len > 0)
+    return at._replace(q_len=jnp.where(some, q_len, 0), k_len=jnp.where(some, at.k_len, 0))
+
+
+def _within(starts, lengths, size: int) -> jax.Array:
     """bool[B, size]: whether the token is of a sequence, of those that start and end so."""
     token = jnp.arange(size)[None, :, None]
     return jnp.any((token >= starts[:, None]) & (token < (starts + lengths)[:, None]), axis=-1)
@@ -124,34 +147,6 @@ def _covered(starts, lengths, size: int) -> jax.Array:
 
 def _only(tokens, x) -> jax.Array:
     return jnp.where(tokens[..., None, None], x, jnp.zeros((), x.dtype))
-
-
-def _packed(options: Attention, query, key, value, q_starts, q_lens, k_starts, k_lens) -> jax.Array:
-    """Several sequences a row: cuDNN takes lengths [B, N] and starts [B, N + 1], -1 for what is not there."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # the public call has no offsets
-
-    def given(x):
-        return jnp.where(q_lens > 0, x, -1).astype(jnp.int32)
-
-    repeats = query.shape[2] // key.shape[2]  # JAX counts the offsets of keys in the strides of queries
-    key, value = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (key, value))
-    starts = [jnp.pad(given(x), ((0, 0), (0, 1)), constant_values=-1) for x in (q_starts, k_starts)]
-    left, _ = options.reach
-    return cudnn.dot_product_attention(
-        query, key, value,
-        q_seqlen=given(q_lens), kv_seqlen=given(k_lens), q_offsets=starts[0], kv_offsets=starts[1],
-        scale=options.scale,
-        mask_type=cudnn.MaskType.PADDING_CAUSAL if options.causal else cudnn.MaskType.PADDING,
-        sliding_window_length=None if left < 0 else left + 1,
-    )  # fmt: skip
-
-
-def _attending(q_lens, k_lens, left: int):
-    """Lengths [B, N] without the queries that see nothing: those of empty keys, and those past keys and window."""
-    if left >= 0:
-        q_lens = jnp.minimum(q_lens, k_lens + left)
-    some = (q_lens > 0) & (k_lens > 0)
-    return jnp.where(some, q_lens, 0), jnp.where(some, k_lens, 0)
 
 
 def _bias(options: Attention, bias, query, key):

@@ -6,6 +6,7 @@ and no backward pass of another precision than the forward's. References compute
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -89,20 +90,53 @@ def backward_scratch(stats, q, k, *_, **attributes) -> int:
 # --- References ------------------------------------------------------------------------------------------------------
 
 
-def _blocked(attend, q, k, v, q_len, k_len, *, scale, causal, left, **of_rows):
+def of_length(size: int, length) -> Places:
+    """Of one sequence a row, of so many tokens; None: of all."""
+    position = jnp.arange(size, dtype=jnp.int32)[None]
+    return Places(position, None if length is None else (position < length[:, None]).astype(jnp.int32))
+
+
+def _blocked(attend, q, k, v, q_places: Places, k_places: Places, *, scale, causal, left, **of_rows):
     """attend(options, rows, shared), [B, Q, ..] each, block by block; of_rows: more that rows have."""
     batch, queries, groups, repeats, size = q.shape
     options = Attention(scale, causal=causal, window=(left, 0) if left >= 0 else None)
-
-    def places(size: int, length) -> Places:
-        position = jnp.arange(size, dtype=jnp.int32)[None]
-        return Places(position, None if length is None else (position < length[:, None]).astype(jnp.int32))
-
     query = q.reshape(batch, queries, groups * repeats, size)
     given = dict(mask=None, bias=None, softmax_offset=None, dropout_key=None)
-    at = dict(queries=places(queries, q_len), keys=places(k.shape[1], k_len))
-    rows, shared = rows_and_shared(query, k, v, **at, **given)
+    rows, shared = rows_and_shared(query, k, v, queries=q_places, keys=k_places, **given)
     return by_blocks(lambda rows: attend(options, rows, shared), rows._replace(**of_rows), k.shape[1])
+
+
+def forward_reference(q, k, v, q_places: Places, k_places: Places, *, key=None, dropout=0.0, **fields) -> AttentionFwd:
+    """The forward pass of attention in q's dtype, of tokens at these places; its mask of dropout comes from the key."""
+
+    def attend(options, rows, shared):
+        weights, top, total = powers(*scores_of(options, rows, shared))
+        weights = dropped(weights / jnp.where(total > 0, total, 1.0), key, dropout, rows.index)
+        return weighted(weights, shared.value).astype(q.dtype), _log_of_sum(top, total)
+
+    return _by_group(q, *_blocked(attend, q, k, v, q_places, k_places, **fields))
+
+
+def backward_reference(
+    stats, q, k, v, o, do, q_places: Places, k_places: Places, *, key=None, dropout=0.0, **fields
+) -> AttentionBwd:
+    """Its gradients, of an o and stats that are taken as they are."""
+    by_row = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def attend(options, rows, shared):
+        """What has these gradients, where o and stats are constants."""
+        scores, seen = scores_of(options, rows, shared)
+        exponents = scores - jnp.moveaxis(rows.stats, 2, 1)[..., None]
+        weights = jnp.exp(exponents if seen is None else jnp.where(seen, exponents, jnp.finfo(jnp.float32).min))
+        sums = jnp.moveaxis(jnp.sum(weights, axis=-1, keepdims=True), 1, 2)
+        return weighted(dropped(weights, key, dropout, rows.index), shared.value) - sums * rows.o.astype(jnp.float32)
+
+    def surrogate(q, k, v):
+        of_rows = dict(o=by_row(o), stats=jnp.moveaxis(stats.reshape(q.shape[0], -1, q.shape[1]), 1, 2))
+        return _blocked(attend, q, k, v, q_places, k_places, **fields, **of_rows)
+
+    _, vjp = jax.vjp(surrogate, q, k, v)
+    return AttentionBwd(*vjp(by_row(do).astype(jnp.float32)))
 
 
 def _log_of_sum(top, total) -> jax.Array:
@@ -142,14 +176,9 @@ def attention_fwd(
       q_len, k_len: i32[B] tokens of each sequence, or None; on CUDA nothing is written past them.
       left: how many keys before its own place a query sees, -1 for all; only where causal.
     """
-    key = _mask_key(seed, dropout)
-
-    def attend(options, rows, shared):
-        weights, top, total = powers(*scores_of(options, rows, shared))
-        weights = dropped(weights / jnp.where(total > 0, total, 1.0), key, dropout, rows.index)
-        return weighted(weights, shared.value).astype(q.dtype), _log_of_sum(top, total)
-
-    return _by_group(q, *_blocked(attend, q, k, v, q_len, k_len, scale=scale, causal=causal, left=left))
+    places = of_length(q.shape[1], q_len), of_length(k.shape[1], k_len)
+    options = dict(scale=scale, dropout=dropout, causal=causal, left=left)
+    return forward_reference(q, k, v, *places, key=_mask_key(seed, dropout), **options)
 
 
 @kernel(
@@ -181,7 +210,8 @@ def attention_fp8_fwd(
         o = weighted(weights, shared.value) / jnp.moveaxis(jnp.where(total > 0, total, 1.0), 1, 2)
         return (scaled_cast(o, o_scale, dtype) if is_fp8(dtype) else o.astype(dtype)), _log_of_sum(top, total)
 
-    return _by_group(q, *_blocked(attend, query, key, value, q_len, k_len, scale=scale, causal=causal, left=left))
+    places = of_length(q.shape[1], q_len), of_length(k.shape[1], k_len)
+    return _by_group(q, *_blocked(attend, query, key, value, *places, scale=scale, causal=causal, left=left))
 
 
 @kernel(
@@ -201,23 +231,9 @@ def attention_bwd(
     Those are taken as they are: weights are exp(score - stats), and a score's gradient is weight * (do v - do o)
     (Dao et al., 2022). They may come from a forward pass of lower precision.
     """
-    key = _mask_key(seed, dropout)
-    by_row = lambda x: x.reshape(*x.shape[:2], -1, x.shape[-1])
-
-    def attend(options, rows, shared):
-        """What has these gradients, where o and stats are constants."""
-        scores, seen = scores_of(options, rows, shared)
-        exponents = scores - jnp.moveaxis(rows.stats, 2, 1)[..., None]
-        weights = jnp.exp(exponents if seen is None else jnp.where(seen, exponents, jnp.finfo(jnp.float32).min))
-        sums = jnp.moveaxis(jnp.sum(weights, axis=-1, keepdims=True), 1, 2)
-        return weighted(dropped(weights, key, dropout, rows.index), shared.value) - sums * rows.o.astype(jnp.float32)
-
-    def surrogate(q, k, v):
-        of_rows = dict(o=by_row(o), stats=jnp.moveaxis(stats.reshape(q.shape[0], -1, q.shape[1]), 1, 2))
-        return _blocked(attend, q, k, v, q_len, k_len, scale=scale, causal=causal, left=left, **of_rows)
-
-    _, vjp = jax.vjp(surrogate, q, k, v)
-    return AttentionBwd(*vjp(by_row(do).astype(jnp.float32)))
+    places = of_length(q.shape[1], q_len), of_length(k.shape[1], k_len)
+    options = dict(scale=scale, dropout=dropout, causal=causal, left=left)
+    return backward_reference(stats, q, k, v, o, do, *places, key=_mask_key(seed, dropout), **options)
 
 
 # --- What the ops share ----------------------------------------------------------------------------------------------
@@ -251,13 +267,15 @@ class Flash(NamedTuple):
     def repeated(self, *kv) -> list[jax.Array]:
         return [jnp.repeat(x, self.repeats, axis=2) if self.repeats > 1 else x for x in kv]
 
+    def summed(self, key, *dkv) -> Sequence[jax.Array]:
+        """Gradients of `repeated` arrays like key as those of the arrays."""
+        of_group = lambda x: x.reshape(*key.shape[:3], self.repeats, -1).sum(3, dtype=jnp.float32).astype(key.dtype)
+        return [of_group(x) for x in dkv] if self.repeats > 1 else dkv
+
     def gradients(self, stats, query, key, value, o, do, seed, q_len, k_len) -> tuple[jax.Array, ...]:
         """Of query [B, Q, H, D], key and value."""
         dq, *dkv = attention_bwd(
             stats, self.by_group(query, key), *self.repeated(key, value), self.by_group(o, key), self.by_group(do, key),
             seed, q_len, k_len, dropout=self.dropout, **self.attributes,
         )  # fmt: skip
-        if self.repeats > 1:
-            of_group = lambda x: x.reshape(*key.shape[:3], self.repeats, -1).sum(3, dtype=jnp.float32)
-            dkv = [of_group(x).astype(key.dtype) for x in dkv]
-        return dq.reshape(query.shape), *dkv
+        return dq.reshape(query.shape), *self.summed(key, *dkv)

@@ -15,11 +15,11 @@ from transformer_engine_jax.ops.attention.context_parallel import (
     context_parallel_attention,
     context_parallel_cudnn,
 )
-from transformer_engine_jax.ops.attention.cudnn import cudnn_attention, reads_qkv
+from transformer_engine_jax.ops.attention.cudnn import as_packed, cudnn_attention, reads_qkv
 from transformer_engine_jax.ops.attention.flash_qkv import parts, qkv_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
-from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places
+from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places, runs
 from transformer_engine_jax.ops.quantize import watch
 from transformer_engine_jax.quantized import AttentionQuantizers, keep
 
@@ -82,13 +82,15 @@ def dot_product_attention(
     if context_parallel is not None and context_parallel.load_balanced and sequence_descriptor is None:
         queries, keys = balanced_places(context_parallel, queries, keys)
     alone = all(x is None for x in (sequence_descriptor, mask, bias, context_parallel, quantizers))
-    query = _without_padding(query, queries.segment)
-    key, value = (_without_padding(x, keys.segment) for x in (key, value))
     dropout_key = dropout_key if options.dropout > 0 else None
     others = dict(mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key)
     described = dict(sequence_descriptor=sequence_descriptor, mask=mask, bias=bias, dropout_key=dropout_key)
     choose = partial(attention_backend, options, query, key, value, context_parallel=context_parallel, **described)
     backend, why = choose(fp8=quantizers is not None)
+    packed = backend == "cudnn" and context_parallel is None and as_packed(options, query, key, value, **described)
+    if not packed:
+        query = _without_padding(query, queries.segment)
+        key, value = (_without_padding(x, keys.segment) for x in (key, value))
     attached = unused = None
     if backend == "fp8":
         attached = quantizers.attached()
@@ -114,6 +116,9 @@ def dot_product_attention(
         else:
             at = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys)
             out = cudnn_attention(options, query, key, value, quantizers=attached, **at, **others)
+        if not packed and sequence_descriptor is not None and sequence_descriptor.max_segments is not None:
+            kept = runs(sequence_descriptor).kept[:, None, None, None]
+            out = jnp.where(kept, out, jnp.full((), jnp.nan, out.dtype))
         return keep(out, unused)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_engine_jax.ops.attention.options import Attention
 
@@ -25,12 +26,14 @@ class SequenceDescriptor:
     seq_offsets: i32[B, N + 1] the token where each sequence starts; -1 where there is none. None: one after another.
     segment_ids: i32[B, S] the same number, not 0, for the tokens of one sequence; 0 is padding.
     segment_pos: i32[B, S] positions of tokens in their sequence. None: counted from where the segment id changes.
+    max_segments: a promise, see `from_segment_ids_and_pos`.
     """
 
     seqlens: Pair | None = None
     seq_offsets: Pair | None = None
     segment_ids: Pair | None = None
     segment_pos: Pair | None = None
+    max_segments: int | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @classmethod
     def from_seqlens(cls, seqlens) -> SequenceDescriptor:
@@ -65,22 +68,40 @@ class SequenceDescriptor:
         return cls(seqlens=seqlens, seq_offsets=offsets)
 
     @classmethod
-    def from_segment_ids_and_pos(cls, segment_ids, segment_pos=None) -> SequenceDescriptor:
+    def from_segment_ids_and_pos(
+        cls, segment_ids, segment_pos=None, *, max_segments: int | None = None
+    ) -> SequenceDescriptor:
         """Tokens that say themselves which sequence they belong to.
 
         Args:
           segment_ids: i32[B, S], 0 is padding; or a pair of them, of queries and of keys.
           segment_pos: i32[B, S] positions in the sequence, a pair, or None to count from where the id changes.
+          max_segments: the promise that no row has more sequences than so many, that the tokens of each lie side by
+            side, and that their positions count up by one, from the same number in queries and keys. On a GPU it is
+            worth much: without it, attention computes what sequences do not see of each other, and hides it. A row
+            that breaks the promise gives NaN.
 
         Raises:
-          ValueError: another rank or dtype, or shapes that differ.
+          ValueError: another rank or dtype, shapes that differ, or max_segments below 1.
         """
+        if max_segments is not None and not (isinstance(max_segments, int | np.integer) and max_segments >= 1):
+            raise ValueError(
+                "SequenceDescriptor: max_segments: expected how many sequences a row has at most, 1 or more, or None, "
+                f"got {max_segments!r}"
+            )
         ids = _pair("segment_ids", segment_ids, (2,))
         positions = None if segment_pos is None else _pair("segment_pos", segment_pos, (2,))
         for i, p in zip(ids, positions or ()):
             if i.shape != p.shape:
                 raise ValueError(f"SequenceDescriptor: segment_pos: expected {list(i.shape)}, got {list(p.shape)}")
-        return cls(segment_ids=ids, segment_pos=positions)
+        most = None if max_segments is None else int(max_segments)
+        return cls(segment_ids=ids, segment_pos=positions, max_segments=most)
+
+    def of_at_most(self, max_segments: int) -> SequenceDescriptor:
+        """This, with the promise of so many sequences a row where it is of segment ids and makes none."""
+        if self.segment_ids is None or self.max_segments is not None:
+            return self
+        return dataclasses.replace(self, max_segments=max_segments)
 
     def check(self, batch: int, q_len: int, k_len: int) -> None:
         """Raises ValueError where the descriptor does not fit queries [B, q_len, ...] and keys [B, k_len, ...]."""
@@ -138,7 +159,8 @@ def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options
             place = _from_ids(of_side(sequences.segment_ids), of_side(sequences.segment_pos))
             length = _sizes(place.segment) if options.bottom_right else 0
         else:
-            place, length = _from_lengths(of_side(sequences.seqlens), of_side(sequences.seq_offsets), size)
+            at = starts_and_lengths(of_side(sequences.seqlens), of_side(sequences.seq_offsets))
+            place, length = places_of(*at, size)
         found.append(place._replace(position=place.position - length) if options.bottom_right else place)
     return found[0], found[1]
 
@@ -151,9 +173,68 @@ def starts_and_lengths(seqlens: jax.Array, offsets: jax.Array | None) -> tuple[j
     return offsets[:, :-1], jnp.where(offsets[:, :-1] < 0, 0, lengths)
 
 
-def _from_lengths(seqlens, offsets, size: int) -> tuple[Places, jax.Array]:
-    """Places, and the length of each token's sequence."""
-    starts, lengths = (x[:, None, :] for x in starts_and_lengths(seqlens, offsets))
+# --- Segments that lie side by side ----------------------------------------------------------------------------------
+
+
+class Runs(NamedTuple):
+    """The sequences of each row: the n-th of queries sees the n-th of keys."""
+
+    q_start: jax.Array  # i32[B, N] the token each begins at, below 0 where there is none
+    q_len: jax.Array  # i32[B, N] its tokens, 0 where there is none
+    k_start: jax.Array
+    k_len: jax.Array
+    kept: jax.Array | None  # bool[B] whether the row keeps the promise of max_segments; None: there is none
+
+
+class _Side(NamedTuple):
+    start: jax.Array  # i32[B, N]
+    length: jax.Array
+    id: jax.Array
+    position: jax.Array  # of the first token
+    kept: jax.Array  # bool[B]
+
+
+def runs(sequences: SequenceDescriptor) -> Runs:
+    """Where sequences begin and how long they are, of a descriptor of lengths or with max_segments.
+
+    Of a row that breaks the promise, none.
+    """
+    if sequences.segment_ids is None:
+        offsets = sequences.seq_offsets or (None, None)
+        (q_start, q_len), (k_start, k_len) = map(starts_and_lengths, sequences.seqlens, offsets)
+        return Runs(q_start, q_len, k_start, k_len, None)
+    positions = sequences.segment_pos or (None, None)
+    queries, keys = (_side(*side, sequences.max_segments) for side in zip(sequences.segment_ids, positions))
+    # [B, N of queries, N of keys]
+    same = (queries.id[:, :, None] == keys.id[:, None, :]) & (keys.length[:, None, :] > 0)
+    of_query = lambda x: jnp.sum(jnp.where(same, x[:, None, :], 0), axis=-1)
+    together = ~same | (queries.position[:, :, None] == keys.position[:, None, :])
+    kept = queries.kept & keys.kept & jnp.all(together, axis=(1, 2))
+    q_len, k_len = (jnp.where(kept[:, None], x, 0) for x in (queries.length, of_query(keys.length)))
+    return Runs(queries.start, q_len, of_query(keys.start), k_len, kept)
+
+
+def _side(ids, positions, most: int) -> _Side:
+    token = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    before = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)))
+    begins = (ids != 0) & ((ids != before) | (token == 0))
+    number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+    own = (number[:, None, :] == 1 + jnp.arange(most)[:, None]) & (ids != 0)[:, None, :]  # [B, N, S]
+    first = own & begins[:, None, :]
+    of_first = lambda x: jnp.sum(jnp.where(first, x[:, None, :], 0), axis=-1, dtype=jnp.int32)
+    start, length = of_first(jnp.broadcast_to(token, ids.shape)), jnp.sum(own, axis=-1, dtype=jnp.int32)
+    id = of_first(ids)
+    others = (id[:, :, None] == id[:, None, :]) & (length[:, None, :] > 0) & ~np.eye(most, dtype=bool)
+    kept = (number[:, -1] <= most) & ~jnp.any(others, axis=(1, 2))
+    if positions is None:
+        return _Side(start, length, id, jnp.zeros_like(start), kept)
+    counts_up = (positions == jnp.pad(positions[:, :-1], ((0, 0), (1, 0))) + 1) | begins | (ids == 0)
+    return _Side(start, length, id, of_first(positions), kept & jnp.all(counts_up, axis=1))
+
+
+def places_of(starts, lengths, size: int) -> tuple[Places, jax.Array]:
+    """Places of tokens of sequences that start and end so, i32[B, N] each; and the length of each token's sequence."""
+    starts, lengths = starts[:, None, :], lengths[:, None, :]
     token = jnp.arange(size, dtype=jnp.int32)[:, None]
     inside = (token >= starts) & (token < starts + lengths)  # [B, S, N]
 
