@@ -122,7 +122,6 @@ def stand_in(monkeypatch, request):
     """Of JAX's calls; packed rows have handlers of ours, and references."""
     packed = "packed" in request.node.callspec.params["case"]
     monkeypatch.setattr(backends, "packs", lambda: packed)
-    monkeypatch.setattr(cudnn, "packs", lambda: packed)
     monkeypatch.setattr(cudnn, "_has_handlers", lambda *_: False)
     monkeypatch.setattr(jax.nn, "dot_product_attention", public_call)
 
@@ -211,6 +210,8 @@ SEGMENTS = SequenceDescriptor.from_segment_ids_and_pos(np.repeat([[1, 2]], 8, ax
         ((4, 2), 64, 1, "", {}, dict(mask=jnp.zeros((1, 1, 16, 16), bool)), ""),
         ((4, 2), 64, 1, "", {}, LENGTHS, "attention_packed_fwd"),
         ((4, 2), 72, 1, "", {}, LENGTHS, "attention_fwd"),  # for the other, heads would be widened
+        ((4, 2), 64, 1, "", dict(softmax_type="off_by_one", causal=True, window=(9, 0)), {}, "attention_fwd"),
+        ((4, 2), 64, 1, "", dict(softmax_type="off_by_one"), LENGTHS, "attention_packed_fwd"),
         ((4, 2), 64, 1, "", dict(dropout=0.1), dict(**LENGTHS, dropout_key=jax.random.key(0)), "attention_fwd"),
         ((4, 2), 64, 1, "no headers", {}, LENGTHS, ""),
         ((4, 2), 72, 4, "", {}, dict(sequence_descriptor=SEGMENTS.of_at_most(2)), "attention_packed_fwd"),
@@ -277,7 +278,10 @@ def test_jaxs_call_where_ours_was_not_measured(monkeypatch):
         ({"k": 25}, {"causal": True}, {}, "has all that is asked for"),
         ({"k": 25}, {"causal": True, "bottom_right": True}, {}, "need even lengths, not 32 and 25"),
         ({}, {"softmax_type": "off_by_one"}, {}, "has all that is asked for"),
-        ({}, {"softmax_type": "off_by_one"}, {"bias": BIAS}, "off_by_one softmax has no masks, biases or descriptors"),
+        ({}, {"softmax_type": "off_by_one"}, {"bias": BIAS}, "off_by_one softmax has no masks, biases or sequences"),
+        ({"d": 32}, {"softmax_type": "off_by_one"}, {"sequence_descriptor": PADDED}, "has all that is asked for"),
+        ({}, {"softmax_type": "off_by_one"}, {"sequence_descriptor": packed()}, "has all that is asked for"),
+        ({"q": K}, {"softmax_type": "off_by_one"}, {"sequence_descriptor": IDS}, "has no masks, biases or sequences"),
         ({}, {"score_mod": lambda s, q, k: s}, {}, "no score_mod"),
         ({}, {"dropout": 0.1}, {"dropout_key": 1}, "the extension was built without"),
         ({}, {"dropout": 0.1}, {}, "has all that is asked for"),

@@ -9,12 +9,14 @@ import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_attention
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
 from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.ops.attention import Attention, flash, reference
+from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.flash import attention_bwd, attention_fp8_fwd
 from transformer_engine_jax.ops.quantize import E4M3, cast
 
@@ -63,6 +65,24 @@ def test_backward_without_dropout_is_its_reference(dtype, size):
     compare = lambda got, expected: testing.assert_close(got, expected, BACKWARD[dtype])
     attributes = dict(scale=size**-0.5, dropout=0.0, causal=True)
     testing.check_kernel(attention_bwd, operands, attributes, compare, specs=specs)
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(causal=True, window=(9, 0))], ids=str)
+@pytest.mark.parametrize("heads, devices", [((4, 4), 1), ((4, 2), 1), ((4, 2), 4)], ids=str)
+def test_one_more_logit(heads, devices, fields, monkeypatch):
+    monkeypatch.setattr(flash, "devices", lambda: devices)
+    dtype = "bfloat16" if GPU else "float32"
+    x = [
+        jnp.asarray(x, dtype)
+        for x in emulated.normal(5, *[(3, 48, n, 32) for n in (heads[0], *2 * heads[1:], heads[0])])
+    ]
+    options, offset = Attention(0.2, softmax_type="learnable", **fields), jnp.asarray([0.5, -2.0, 3.0, 0.0])
+    run = jax.jit(lambda q, k, v, offset: flash_attention(options, q, k, v, softmax_offset=offset))
+    out, vjp = jax.vjp(run, *x[:3], offset)
+    seen = numpy_attention.seen_keys(options, 3, 48, 48, None, None)
+    exact = (np.asarray(a, np.float32) for a in x)
+    expected = numpy_attention.attention(options, seen, *exact, None, np.asarray(offset))
+    testing.assert_close((out, list(vjp(x[3]))), expected, BACKWARD.get(dtype, 1e-5))
 
 
 def test_vmap_is_one_call():

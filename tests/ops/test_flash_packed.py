@@ -93,22 +93,24 @@ def test_blank_is_its_reference(dtype, shape):
     testing.assert_same_bytes(got[covered], np.asarray(x, np.float32)[covered])
 
 
+@pytest.mark.parametrize("offset", [None, (0.5, -2.0, 3.0, 0.0)], ids=["", "offset"])
 @pytest.mark.parametrize("heads, devices", [((4, 4), 1), ((4, 2), 1), ((4, 2), 4)], ids=str)
-def test_what_lies_between_sequences_does_not_matter(heads, devices, monkeypatch):
+def test_what_lies_between_sequences_does_not_matter(heads, devices, offset, monkeypatch):
     """Not where it is NaN, in operands and in the output's gradient; devices: that heads are repeated for."""
     dtype, size = "bfloat16" if GPU else "float32", 32
     monkeypatch.setattr(flash, "devices", lambda: devices)
     shapes = [(B, Q, heads[0], size), *[(B, K, heads[1], size)] * 2, (B, Q, heads[0], size)]
     q, k, v, do = (jnp.asarray(x, dtype) for x in emulated.normal(8, *shapes))
-    options, at = Attention(0.2, causal=True), Runs(*sequences(), None)
-    within = [
-        attention_blank.reference(jnp.ones(x.shape[:2]), *s)[..., None, None] > 0
-        for x, s in ((q, at[:2]), (k, at[2:4]))
-    ]
+    options = Attention(0.2, causal=True, softmax_type="learnable" if offset else "vanilla")
+    at = Runs(*sequences(), None)
+    inside = lambda x, start, length: attention_blank.reference(jnp.ones_like(x), start, length) > 0
+    within = inside(q, *at[:2]), inside(k, *at[2:4])
     dirty = [jnp.where(within[i], x, jnp.nan) for x, i in ((q, 0), (k, 1), (v, 1), (do, 0))]
-    out, vjp = jax.vjp(jax.jit(lambda *args: packed_attention(options, *args, at)), *dirty[:3])
+    offset = [] if offset is None else [jnp.asarray(offset)]
+    out, vjp = jax.vjp(jax.jit(lambda q, k, v, *s: packed_attention(options, q, k, v, at, *s)), *dirty[:3], *offset)
     seen = numpy_attention.seen_keys(options, B, Q, K, [ROWS[row % 4] for row in range(B)])
-    expected = numpy_attention.attention(options, seen, *(np.asarray(x, np.float32) for x in (q, k, v, do)))
+    exact = (np.asarray(x, np.float32) for x in (q, k, v, do))
+    expected = numpy_attention.attention(options, seen, *exact, None, *(np.asarray(s) for s in offset))
     testing.assert_close((out, list(vjp(dirty[3]))), expected, TOLERANCE[dtype])
 
 

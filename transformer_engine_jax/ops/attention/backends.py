@@ -10,7 +10,7 @@ import jax
 
 from transformer_engine_jax.decisions import compute_capabilities, platform
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing
-from transformer_engine_jax.ops.attention.flash_packed import packs
+from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packs
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
 
@@ -87,7 +87,9 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     yield size > most, f"cuDNN needs head sizes up to {most}, not {size}"
     yield 0 in (q_len, k_len) or q_len == k_len == 1, "cuDNN needs more than one query or key"
     offset, whole = options.softmax_type != "vanilla", form == "plain" and bias is None
-    yield offset and not whole, f"cuDNN's {options.softmax_type} softmax has no masks, biases or descriptors"
+    given = dict(sequence_descriptor=sequences, mask=mask, bias=bias, dropout_key=dropout_key)
+    sinks = whole or (bias is None and as_packed(options, query, key, value, **given))
+    yield offset and not sinks, f"cuDNN's {options.softmax_type} softmax has no masks, biases or sequences like these"
     yield options.score_mod is not None, "JAX's cuDNN call has no score_mod"
     if dropout_key is not None:
         described = form not in ("plain", "lengths") or bias is not None or offset
@@ -154,3 +156,18 @@ def visibility_form(options: Attention, q_len: int, k_len: int, sequences: Seque
         return "lengths"
     same = [math.prod(n.shape[1:]) for n in sequences.seqlens]
     return "packed" if same[0] == same[1] and packs() else "mask"
+
+
+def as_packed(
+    options: Attention, query, key, value, *, sequence_descriptor, mask, bias, dropout_key, quantizers=None
+) -> bool:
+    """Whether cuDNN is given packed rows, of which nothing need be hidden first.
+
+    Rows of one sequence are too, where heads need not be widened for it.
+    """
+    form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
+    if form == "packed":
+        return True
+    plain = all(x is None for x in (bias, dropout_key, quantizers))
+    fits = all(x.shape[-1] == query.shape[-1] and x.shape[-1] % PACKED_SIZES == 0 for x in (query, key, value))
+    return form == "lengths" and plain and fits and packs()

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.attention.backends import attention_backend, visibility_form
+from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, visibility_form
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
-from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packed_attention, packs
+from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packed_attention
 from transformer_engine_jax.ops.attention.fp8 import fp8_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import (
@@ -36,10 +36,8 @@ def cudnn_attention(
 
     quantizers: those of query, key and value, for what `attention_backend` computes in FP8; that runs anywhere.
     """
-    if options.softmax_type != "vanilla":
-        offset = jnp.zeros(query.shape[2]) if softmax_offset is None else softmax_offset
-        parts = Parts(options.scale, Mask(options.causal, options.reach[0]))
-        return attention_of_parts(parts, query, key, value, offset)
+    if options.softmax_type == "off_by_one":
+        softmax_offset = jnp.zeros(query.shape[2])
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
     given = dict(mask=mask, bias=bias, dropout_key=dropout_key, quantizers=quantizers)
     packed = as_packed(options, query, key, value, sequence_descriptor=sequence_descriptor, **given)
@@ -47,7 +45,10 @@ def cudnn_attention(
     size = -(-max(query.shape[-1], v_size) // step) * step
     query, key, value = (widened(x, size) for x in (query, key, value))
     if packed:
-        return packed_attention(options, query, key, value, attending(options, runs(sequence_descriptor)))[..., :v_size]
+        at = attending(options, runs(sequence_descriptor))
+        return packed_attention(options, query, key, value, at, softmax_offset)[..., :v_size]
+    if softmax_offset is not None:
+        return _with_offset(options, query, key, value, softmax_offset)[..., :v_size]
     if bias is not None:
         bias = _placed(None, query, _bias(options, bias, query, key))
     if form == "plain":
@@ -59,19 +60,11 @@ def cudnn_attention(
     return out[..., :v_size]
 
 
-def as_packed(
-    options: Attention, query, key, value, *, sequence_descriptor, mask, bias, dropout_key, quantizers=None
-) -> bool:
-    """Whether cuDNN is given packed rows, of which nothing need be hidden first.
-
-    Rows of one sequence are too, where heads need not be widened for it.
-    """
-    form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
-    if form == "packed":
-        return True
-    plain = all(x is None for x in (bias, dropout_key, quantizers))
-    fits = all(x.shape[-1] == query.shape[-1] and x.shape[-1] % PACKED_SIZES == 0 for x in (query, key, value))
-    return form == "lengths" and plain and fits and packs()
+def _with_offset(options: Attention, query, key, value, softmax_offset) -> jax.Array:
+    if _has_handlers(options, query, key):
+        return flash_attention(options, query, key, value, softmax_offset=softmax_offset)
+    parts = Parts(options.scale, Mask(options.causal, options.reach[0]))
+    return attention_of_parts(parts, query, key, value, softmax_offset)
 
 
 def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, **lengths) -> jax.Array:

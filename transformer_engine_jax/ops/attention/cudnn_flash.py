@@ -14,19 +14,28 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
-from transformer_engine_jax.ops.attention.flash import Flash, attention_fwd
+from transformer_engine_jax.ops.attention.flash import Flash, attention_fwd, offset_gradient, sunk
 from transformer_engine_jax.ops.attention.options import Attention
 
 
 def flash_attention(
-    options: Attention, query, key, value, dropout_key=None, *, query_seq_lengths=None, key_value_seq_lengths=None
+    options: Attention,
+    query,
+    key,
+    value,
+    dropout_key=None,
+    softmax_offset=None,
+    *,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
 ) -> jax.Array:
     """[B, Q, H, D] of query [B, Q, H, D], key and value [B, K, G, D], with a head size that is a multiple of 8.
 
-    dropout_key: of jax.random; None is no dropout. Lengths: i32[B] tokens of each sequence, or None.
+    dropout_key: of jax.random; None is no dropout. softmax_offset: [H] one more logit of each head, or None; only
+    without lengths. Lengths: i32[B] tokens of each sequence, or None.
     """
     static, seed = with_seed(Flash.of(options, query, key), options, dropout_key)
-    return _attention(static, query, key, value, seed, query_seq_lengths, key_value_seq_lengths)
+    return _attention(static, query, key, value, softmax_offset, seed, query_seq_lengths, key_value_seq_lengths)
 
 
 def with_seed(static: Flash, options: Attention, dropout_key) -> tuple[Flash, jax.Array | None]:
@@ -37,16 +46,25 @@ def with_seed(static: Flash, options: Attention, dropout_key) -> tuple[Flash, ja
     return static._replace(dropout=float(options.dropout)), jnp.concatenate([bits, jnp.zeros_like(bits)])
 
 
-def _forward(static: Flash, query, key, value, seed, q_len, k_len):
+def _by_row(stats) -> jax.Array:
+    """f32[B, Q, H] of the kernels' f32[B, G, R, Q]."""
+    return jnp.moveaxis(stats.reshape(stats.shape[0], -1, stats.shape[3]), 2, 1)
+
+
+def _forward(static: Flash, query, key, value, offset, seed, q_len, k_len):
     q, kv = static.by_group(query, key), static.repeated(key, value)
     o, stats = attention_fwd(q, *kv, seed, q_len, k_len, dropout=static.dropout, **static.attributes)
     o = o.reshape(query.shape)
-    return o, (stats, query, key, value, o, seed, q_len, k_len)
+    if offset is not None:
+        o, total = sunk(o, _by_row(stats), offset)
+        stats = jnp.moveaxis(total, 1, 2).reshape(stats.shape)
+    return o, (stats, query, key, value, o, offset, seed, q_len, k_len)
 
 
 def _backward(static: Flash, residuals, do):
-    stats, query, key, value, o, *others = residuals
-    return *static.gradients(stats, query, key, value, o, do, *others), None, None, None
+    stats, query, key, value, o, offset, *others = residuals
+    grads = static.gradients(stats, query, key, value, o, do, *others)
+    return *grads, None if offset is None else offset_gradient(offset, _by_row(stats), o, do), None, None, None
 
 
 _attention = differentiable(_forward, _backward)

@@ -279,3 +279,21 @@ class Flash(NamedTuple):
             seed, q_len, k_len, dropout=self.dropout, **self.attributes,
         )  # fmt: skip
         return dq.reshape(query.shape), *self.summed(key, *dkv)
+
+
+# --- One more logit, of no value -------------------------------------------------------------------------------------
+
+
+def sunk(o, stats, offset) -> tuple[jax.Array, jax.Array]:
+    """(o, stats) of softmaxes with one more logit each, of o [B, Q, H, D], stats f32[B, Q, H] and offset [H].
+
+    The kernels of the backward pass take them as they are, and need know nothing of the offset.
+    """
+    total = jnp.logaddexp(stats, offset.astype(jnp.float32))
+    return (o.astype(jnp.float32) * jnp.exp(stats - total)[..., None]).astype(o.dtype), total
+
+
+def offset_gradient(offset, total, o, do) -> jax.Array:
+    """That of the offset, from what `sunk` gave and the gradient of o."""
+    along = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)  # [B, Q, H]
+    return -jnp.sum(jnp.exp(offset.astype(jnp.float32) - total) * along, axis=(0, 1)).astype(offset.dtype)

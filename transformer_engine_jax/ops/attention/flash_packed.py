@@ -20,6 +20,8 @@ from transformer_engine_jax.ops.attention.flash import (
     forward_reference,
     forward_scratch,
     missing,
+    offset_gradient,
+    sunk,
 )
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Runs, places_of
@@ -111,35 +113,37 @@ def attention_packed_bwd(
 # --- The op ----------------------------------------------------------------------------------------------------------
 
 
-def packed_attention(options: Attention, query, key, value, at: Runs) -> jax.Array:
+def packed_attention(options: Attention, query, key, value, at: Runs, softmax_offset=None) -> jax.Array:
     """[B, Q, H, D] of query [B, Q, H, D], key and value [B, K, G, D], with a head size that is a multiple of 16.
 
     Where no sequence is the result is 0, or NaN in rows that `at` does not keep, whatever the operands are.
+    softmax_offset: [H] one more logit of each head, or None.
     """
-    return _attention(Flash.of(options, query, key), query, key, value, *at)
+    return _attention(Flash.of(options, query, key), query, key, value, softmax_offset, *at)
 
 
-def _forward(static: Flash, query, key, value, q_start, q_len, k_start, k_len, kept):
+def _forward(static: Flash, query, key, value, offset, q_start, q_len, k_start, k_len, kept):
     sequences = q_start, q_len, k_start, k_len
-    query, key, value = (
-        attention_blank(query, q_start, q_len),
-        attention_blank(key, k_start, k_len),
-        attention_blank(value, k_start, k_len),
-    )
+    query = attention_blank(query, q_start, q_len)
+    key, value = (attention_blank(x, k_start, k_len) for x in (key, value))
     q, kv = static.by_group(query, key), static.repeated(key, value)
     o, stats = attention_packed_fwd(q, *kv, *sequences, kept, **static.attributes)
     o = o.reshape(query.shape)
-    return o, (stats, query, key, value, o, *sequences)
+    if offset is not None:
+        o, total = sunk(o, stats.reshape(query.shape[:3]), offset)
+        stats = total.reshape(stats.shape)
+    return o, (stats, query, key, value, offset, o, *sequences)
 
 
 def _backward(static: Flash, residuals, do):
-    stats, query, key, value, o, *sequences = residuals
+    stats, query, key, value, offset, o, *sequences = residuals
     do = attention_blank(do, *sequences[:2])
     dq, dk, dv = attention_packed_bwd(
         stats, static.by_group(query, key), *static.repeated(key, value), static.by_group(o, key),
         static.by_group(do, key), *sequences, **static.attributes,
     )  # fmt: skip
-    return dq.reshape(query.shape), *static.summed(key, dk, dv), None, None, None, None, None
+    doffset = None if offset is None else offset_gradient(offset, stats.reshape(query.shape[:3]), o, do)
+    return dq.reshape(query.shape), *static.summed(key, dk, dv), doffset, None, None, None, None, None
 
 
 _attention = differentiable(_forward, _backward)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.decisions import decided
-from transformer_engine_jax.ops.attention.backends import attention_backend, warn_of_fallback
+from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, warn_of_fallback
 from transformer_engine_jax.ops.attention.context_parallel import (
     ContextParallel,
     balanced_places,
     context_parallel_attention,
     context_parallel_cudnn,
 )
-from transformer_engine_jax.ops.attention.cudnn import as_packed, cudnn_attention, reads_qkv
+from transformer_engine_jax.ops.attention.cudnn import cudnn_attention, reads_qkv
 from transformer_engine_jax.ops.attention.flash_qkv import parts, qkv_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
