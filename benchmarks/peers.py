@@ -128,7 +128,7 @@ def nvidias_package() -> ModuleType:
 def _nvidia(recipe_name: str | None) -> Callable[[Shape], Contender]:
     def make(shape: Shape) -> Contender:
         if shape.documents > 1:
-            raise ImportError("NVIDIA's TransformerLayer has no packed rows")
+            raise ImportError("NVIDIA's TransformerLayer takes no packed rows")
         nvidia = nvidias_package()
         fp8 = None if recipe_name is None else getattr(nvidia.common.recipe, recipe_name)()
         return Contender(

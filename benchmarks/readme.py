@@ -190,7 +190,8 @@ def _contenders(document: dict) -> int:
 
 def _in_words(shape: Shape) -> str:
     heads = f"{shape.heads} heads" + (f", {shape.groups} of keys" if shape.groups != shape.heads else "")
-    return f"{shape.batch} x {shape.seq} tokens of {shape.hidden}, MLP {shape.mlp}, {heads}"
+    packed = f", {shape.documents} documents a row" if shape.documents > 1 else ""
+    return f"{shape.batch} x {shape.seq} tokens of {shape.hidden}, MLP {shape.mlp}, {heads}{packed}"
 
 
 def all_results(documents: list[dict]) -> str:
