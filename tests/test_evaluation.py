@@ -1,5 +1,7 @@
 """Passes that nobody differentiates: the same results, without what only a backward pass needs."""
 
+from functools import partial
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -46,7 +48,10 @@ def test_kernels_make_only_what_the_output_needs(fp8, fields):
         variables = layer.init(jax.random.key(0), X)
     trained = jax.jit(lambda v, x: jax.vjp(evaluate, v, x)[0])(variables, X)
     testing.assert_same_bytes(jax.jit(evaluate)(variables, X), trained)
-    testing.assert_same_bytes(evaluate(variables, X), trained)
+    # In high precision XLA computes most of it on a GPU, products in TF32, one way in a program and another in pieces.
+    exact = fp8 is not None or jax.default_backend() == "cpu"
+    same = testing.assert_same_bytes if exact else partial(testing.assert_close, bound=1e-3)
+    same(evaluate(variables, X), trained)
 
     traced = jax.make_jaxpr(evaluate)(variables, X).jaxpr
     assert results(traced) == results(traced, needed=True) != []

@@ -153,7 +153,7 @@ def test_waiting_is_of_one_traced_step_and_passes_every_transformation():
 
 def test_the_compiler_sees_what_is_waited_for():
     """Sharded as both are: no collective for it."""
-    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = testing.mesh_of((4,), ("data",))
     rows, whole = (jax.NamedSharding(mesh, spec) for spec in (P("data"), P()))
     turns = lambda x, a, b: in_turn(in_turn(x, a)[0], b)[0]
     step = jax.jit(turns, in_shardings=(rows, rows, whole), out_shardings=rows)
