@@ -110,9 +110,9 @@ class PackedLayer(nn.Module):
 
 
 def our_layer(shape: Shape, **options) -> nn.Module:
-    return (
-        PackedLayer(shape, options) if shape.documents > 1 else te_flax.TransformerLayer(**_options(shape), **options)
-    )
+    if shape.documents > 1:
+        return PackedLayer(shape, options)
+    return te_flax.TransformerLayer(**_options(shape), **options)
 
 
 def nvidias_package() -> ModuleType:

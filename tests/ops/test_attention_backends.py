@@ -251,6 +251,8 @@ def test_where_packed_rows_have_handlers(capabilities, missing, deterministic, p
     assert flash_packed.packs() == packs
     for sequences in (packed(), IDS.of_at_most(1)):
         assert backends.visibility_form(Attention(1.0), K, K, sequences, None) == ("packed" if packs else "mask")
+    none = SequenceDescriptor.from_seqlens(np.ones((B, 0), int))  # of which a kernel would write nothing
+    assert backends.visibility_form(Attention(1.0), K, K, none, None) == "mask"
 
 
 def test_jaxs_call_where_ours_was_not_measured(monkeypatch):

@@ -23,7 +23,7 @@ from transformer_engine_jax.ops.attention.flash_packed import (
     attention_packed_fwd,
     packed_attention,
 )
-from transformer_engine_jax.ops.attention.sequences import Runs
+from transformer_engine_jax.ops.attention.sequences import Runs, runs
 
 GPU = jax.default_backend() == "gpu"
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
@@ -70,7 +70,7 @@ def test_kernels_are_their_references(dtype, size, fields):
     q, k, v, do = operands(2, 2, size, dtype)
     attributes = dict(scale=size**-0.5, **fields)
     options = Attention(1.0, causal="causal" in fields, window=(fields["left"], 0) if "left" in fields else None)
-    at = attending(options, Runs(*sequences(), None))[:4]  # statistics of queries that see nothing are infinite
+    at = attending(options, Runs(*sequences(), None), Q, K)[:4]  # statistics of queries that see nothing are infinite
     by_row = P("data", None, "model")
     compare = lambda got, expected: testing.assert_close(list(got), list(expected), TOLERANCE[dtype])
     specs = [*3 * [by_row], *4 * [P("data")], None]
@@ -114,6 +114,30 @@ def test_what_lies_between_sequences_does_not_matter(heads, devices, offset, mon
     testing.assert_close((out, list(vjp(dirty[3]))), expected, TOLERANCE[dtype])
 
 
+def test_sequences_end_where_their_row_does():
+    """cuDNN would go on into the next row, and past the array."""
+    at = Runs(
+        *(jnp.array([n], jnp.int32) for n in ([0, 30, 50, 8], [50, 30, 5, 0], [0, 50, 0, 0], [5, 30, 9, 4])), None
+    )
+    got = attending(Attention(1.0), at, Q, K)
+    assert got.q_len.tolist() == [[40, 10, 0, 0]] and got.k_len.tolist() == [[5, 6, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        SequenceDescriptor.from_segment_ids_and_pos(np.ones((1, 4), int), np.arange(4)[None], max_segments=2),
+        SequenceDescriptor.from_seqlens(np.array([[2, 2]])),
+        SequenceDescriptor.from_seqlens_and_offsets(np.array([[2, 1]]), np.array([[0, 3, -1]])),
+    ],
+    ids=["ids", "lengths", "offsets"],
+)
+def test_handlers_get_32_bits_whatever_jax_counts_in(described):
+    with jax.enable_x64(True):
+        at = attending(Attention(1.0, causal=True, window=(2, 0)), runs(described), 4, 4)
+    assert {x.dtype for x in at[:4]} == {np.dtype("int32")}
+
+
 def test_rows_that_are_not_kept_are_nan():
     dtype = "bfloat16" if GPU else "float32"
     q, k, v, do = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in operands(2, 1, 32, dtype))
@@ -131,8 +155,8 @@ def test_rows_that_are_not_kept_are_nan():
 
 def test_lowered_for_cuda_needs_no_gpu():
     x, at = jnp.ones((2, 64, 4, 64), jnp.bfloat16), jnp.ones((2, 3), jnp.int32)
-    runs = Runs(*4 * [at], jnp.ones(2, bool))
-    loss = lambda *args: jnp.sum(packed_attention(Attention(0.125), *args, runs).astype(jnp.float32))
+    rows = Runs(*4 * [at], jnp.ones(2, bool))
+    loss = lambda *args: jnp.sum(packed_attention(Attention(0.125), *args, rows).astype(jnp.float32))
     text = jax.jit(jax.grad(loss)).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     assert all(f"te_{name}" in text for name in ("attention_packed_fwd", "attention_packed_bwd", "attention_blank"))
 

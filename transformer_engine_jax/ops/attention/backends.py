@@ -151,11 +151,10 @@ def visibility_form(options: Attention, q_len: int, k_len: int, sequences: Seque
         return "mask" if left >= 0 and q_len > k_len else "plain"  # cuDNN's windows need as many keys as queries
     if sequences.segment_ids is not None:
         return "packed" if sequences.max_segments is not None and packs() else "mask"
-    several = any(n.ndim == 2 and n.shape[1] > 1 for n in sequences.seqlens)
-    if not several and sequences.seq_offsets is None:
+    counts = {math.prod(n.shape[1:]) for n in sequences.seqlens}
+    if counts == {1} and sequences.seq_offsets is None:
         return "lengths"
-    same = [math.prod(n.shape[1:]) for n in sequences.seqlens]
-    return "packed" if same[0] == same[1] and packs() else "mask"
+    return "packed" if len(counts) == 1 and 0 not in counts and packs() else "mask"
 
 
 def as_packed(

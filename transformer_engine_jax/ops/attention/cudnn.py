@@ -45,7 +45,7 @@ def cudnn_attention(
     size = -(-max(query.shape[-1], v_size) // step) * step
     query, key, value = (widened(x, size) for x in (query, key, value))
     if packed:
-        at = attending(options, runs(sequence_descriptor))
+        at = attending(options, runs(sequence_descriptor), query.shape[1], key.shape[1])
         return packed_attention(options, query, key, value, at, softmax_offset)[..., :v_size]
     if softmax_offset is not None:
         return _with_offset(options, query, key, value, softmax_offset)[..., :v_size]
@@ -113,7 +113,7 @@ def _masked(options: Attention, query, key, value, bias, queries: Places, keys: 
 def _by_lengths(
     options: Attention, query, key, value, bias, dropout_key, quantizers, sequences: SequenceDescriptor
 ) -> jax.Array:
-    at = attending(options, runs(sequences))
+    at = attending(options, runs(sequences), query.shape[1], key.shape[1])
     # What lies past the lengths is never written, not in the gradients either, and may be anything.
     covered, read = (_within(at.q_start, at.q_len, query.shape[1]), _within(at.k_start, at.k_len, key.shape[1]))
     query, key, value = _only(covered, query), _only(read, key), _only(read, value)
@@ -124,12 +124,15 @@ def _by_lengths(
     return _only(covered, _call(options, query, key, value, bias, dropout_key, quantizers, **lengths))
 
 
-def attending(options: Attention, at: Runs) -> Runs:
-    """Without the queries that see nothing: those of empty keys, and those past keys and window."""
+def attending(options: Attention, at: Runs, queries: int, keys: int) -> Runs:
+    """Within rows of so many queries and keys, which cuDNN trusts to be so, and without the queries that see nothing:
+    those of empty keys, and those past keys and window."""
+    q_len = jnp.clip(queries - at.q_start, 0, at.q_len)
+    k_len = jnp.clip(keys - at.k_start, 0, at.k_len)
     left, _ = options.reach
-    q_len = jnp.minimum(at.q_len, at.k_len + left) if left >= 0 else at.q_len
-    some = (q_len > 0) & (at.k_len > 0)
-    return at._replace(q_len=jnp.where(some, q_len, 0), k_len=jnp.where(some, at.k_len, 0))
+    q_len = jnp.minimum(q_len, k_len + left) if left >= 0 else q_len
+    some = (q_len > 0) & (k_len > 0)
+    return at._replace(q_len=jnp.where(some, q_len, 0), k_len=jnp.where(some, k_len, 0))
 
 
 def _within(starts, lengths, size: int) -> jax.Array:

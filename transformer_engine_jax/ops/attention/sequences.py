@@ -207,7 +207,7 @@ def runs(sequences: SequenceDescriptor) -> Runs:
     queries, keys = (_side(*side, sequences.max_segments) for side in zip(sequences.segment_ids, positions))
     # [B, N of queries, N of keys]
     same = (queries.id[:, :, None] == keys.id[:, None, :]) & (keys.length[:, None, :] > 0)
-    of_query = lambda x: jnp.sum(jnp.where(same, x[:, None, :], 0), axis=-1)
+    of_query = lambda x: jnp.sum(jnp.where(same, x[:, None, :], 0), axis=-1, dtype=jnp.int32)
     together = ~same | (queries.position[:, :, None] == keys.position[:, None, :])
     kept = queries.kept & keys.kept & jnp.all(together, axis=(1, 2))
     q_len, k_len = (jnp.where(kept[:, None], x, 0) for x in (queries.length, of_query(keys.length)))
