@@ -103,6 +103,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             add("--kinds", nargs="+", choices=list(stack.KINDS), default=list(stack.KINDS))
         if name == "sharded":
             add("--devices", type=int, metavar="N", help="how many (default: all)")
+            add("--axes", choices=list(sharded.AXES), default="auto", help="of the mesh: the compiler's, or in types")
         if name == "layer":
             add("--no-floor", action="store_true", help="skip measuring what the layer could take at least")
             add(
@@ -147,7 +148,7 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
         return stack.run(args.config, against, args.kinds, args.layers, **timing)
     module = MODULES[args.what]
     if args.what == "sharded":
-        timing["devices"] = args.devices
+        timing |= {"devices": args.devices, "axes": args.axes}
     return module.run(args.config, chosen(args.against or module.CONTENDERS, module.CONTENDERS), **timing)
 
 

@@ -26,6 +26,7 @@ from transformer_engine_jax import recipe
 
 CONTENDERS = {"te-bf16": None, "te-delayed": recipe.DelayedScaling(), "te-current": recipe.Float8CurrentScaling()}
 AXIS = "devices"
+AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 CONTEXT = dict(context_parallel_axis=AXIS, context_parallel_causal_load_balanced=True)
 
 
@@ -60,15 +61,18 @@ LAYOUTS = {
 class Step:
     """A compiled step on a mesh: all gradients of a layer under a fixed random cotangent; keeps its FP8 state."""
 
-    def __init__(self, shape: Shape, fp8: recipe.Recipe | None, layout: Layout, devices: list[jax.Device]):
-        self.mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    def __init__(
+        self, shape: Shape, fp8: recipe.Recipe | None, layout: Layout, devices: list[jax.Device], axes: AxisType
+    ):
+        mesh = self.mesh = Mesh(np.array(devices), (AXIS,), axis_types=(axes,))
+        init_mesh = Mesh(mesh.devices, (AXIS,), axis_types=(AxisType.Auto,))  # Linen initializes on no other
         layer = our_layer(shape, **layout.fields)
-        place = NamedSharding(self.mesh, layout.x)
+        place = NamedSharding(mesh, layout.x)
 
         @contextlib.contextmanager
-        def context():
+        def context(mesh):
             with (
-                jax.set_mesh(self.mesh),
+                jax.set_mesh(mesh),
                 te.autocast(fp8 is not None, fp8, mesh_resource=layout.resource),
                 nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())),
             ):
@@ -86,11 +90,15 @@ class Step:
         )
 
         self.x, self.dy = normal(0), normal(1)
-        with context():
-            boxed = jax.eval_shape(layer.init, jax.random.key(2), self.x)
-            sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, nn.get_logical_axis_rules())
-            init = jax.jit(lambda key, x: nn.unbox(layer.init(key, x)), out_shardings=sharding)
-            self.state, self.params = flax.core.pop(init(jax.random.key(2), self.x), "params")
+        with context(init_mesh):
+            like = jax.ShapeDtypeStruct(self.x.shape, self.x.dtype)
+            boxed = jax.eval_shape(layer.init, jax.random.key(2), like)
+            sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), init_mesh, nn.get_logical_axis_rules())
+            init = jax.jit(lambda key: nn.unbox(layer.init(key, jnp.zeros_like(like))), out_shardings=sharding)
+            variables = init(jax.random.key(2))
+        with context(mesh):
+            on_mesh = lambda a: jax.device_put(a, NamedSharding(mesh, a.sharding.spec))
+            self.state, self.params = flax.core.pop(jax.tree.map(on_mesh, variables), "params")
             args = self.params, self.state, self.x, self.dy
             # Gradients lie as the parameters do, for an optimizer: under FSDP XLA scatters their sums.
             placed = jax.tree.map(lambda a: a.sharding, (self.x, self.params, self.state, self.x))
@@ -108,10 +116,12 @@ class Step:
         return {"output": self.restored(y), "gradients": (dparams, self.restored(dx))}
 
 
-def run(configs: list[str], against: list[str], *, devices: int | None = None, **timing) -> Iterator[dict]:
+def run(
+    configs: list[str], against: list[str], *, devices: int | None = None, axes: str = "auto", **timing
+) -> Iterator[dict]:
     """A row for each config, contender and layout: ms, ratio to one device, and how far its results are off.
 
-    devices: how many; None: all. Raises SystemExit where there is only one.
+    devices: how many; None: all. axes: of the mesh, one of AXES. Raises SystemExit where there is only one device.
     """
     devices = jax.devices()[:devices]
     if len(devices) < 2:
@@ -121,11 +131,11 @@ def run(configs: list[str], against: list[str], *, devices: int | None = None, *
         )
     for config in configs:
         for name in against:
-            make = lambda layout, devices, name=name: Step(SHAPES[config], CONTENDERS[name], layout, devices)
-            one = make(Layout(te.MeshResource()), devices[:1])
+            make = partial(Step, SHAPES[config], CONTENDERS[name])
+            one = make(Layout(te.MeshResource()), devices[:1], AxisType.Auto)
             expected, steps, rows = one.results(), {"one device": one}, {}
             for layout in LAYOUTS:
-                step = steps[layout] = make(LAYOUTS[layout], devices)
+                step = steps[layout] = make(LAYOUTS[layout], devices, AXES[axes])
                 got = step.results()
                 rows[layout] = {what: off(got[what], expected[what]) for what in expected}
             timings = interleaved(steps, **timing)

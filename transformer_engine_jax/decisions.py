@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 
@@ -26,6 +27,17 @@ def devices() -> int:
     """How many a step may span, at trace time: those of the mesh in force, without one all of JAX's."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() if mesh.empty else mesh.size
+
+
+def shards() -> int:
+    """Over how many devices the compiler may shard an axis, at trace time: not over manual mesh axes, and over explicit
+    ones only together with its own."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count()
+    if not mesh.auto_axes:
+        return 1
+    return math.prod(mesh.shape[name] for name in mesh.axis_names if name not in mesh.manual_axes)
 
 
 def compute_capabilities() -> list[float]:

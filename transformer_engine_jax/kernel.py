@@ -41,6 +41,8 @@ from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 # True: compile the references instead of the handlers (testing.reference_kernels). Part of the jit cache key.
 use_references = jax.make_user_context(False)
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
 
 # --- Rules -------------------------------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class _Call(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _result_shapes(call: _Call, operands) -> tuple[jax.ShapeDtypeStruct | None, ...]:
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
         return jax.eval_shape(call.run_reference, *shapes)
 
 
@@ -404,13 +406,18 @@ def _lower(ctx, *operands, call: _Call, platform: str):
         partition=functools.partial(_partition, call, platform),
         sharding_rule=lambda mesh, operand_types, result_types: partition.sharding_rule(call, plain[0]),
     )
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
         return mlir.lower_fun(run)(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
 
 
 def _partition(call: _Call, platform: str, mesh, operands, results):
     """custom_partitioning's callback, for meshes whose axes the compiler shards over."""
-    run = functools.partial(_run, platform)
+
+    def run(call: _Call, *present):
+        # The mesh's explicit axes are manual here, where it can have some; a reference would be told they are not.
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            return _run(platform, call, *present)
+
     if mesh.empty:  # several devices, but no mesh whose axes could be named: every device computes it all
         given = operands[0].sharding
         same = type(given).get_replicated(given._device_assignment)

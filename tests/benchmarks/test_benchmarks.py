@@ -297,11 +297,11 @@ def test_stacks_of_all_kinds_are_the_same(tmp_path):
             assert float(compare.off(one, other)) < 1e-2, name  # XLA may fuse what is between kernels otherwise
 
 
-def test_sharded_is_the_layer(tmp_path, monkeypatch):
+@pytest.mark.parametrize("axes", ["auto", "explicit"])
+def test_sharded_is_the_layer(axes, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "devices", functools.partial(jax.devices, "cpu"))  # several, also where one GPU is
-    rows = rows_of(
-        tmp_path, "sharded", "--config", "tiny-llama", "--devices", "2", "--against", "te-bf16,te-delayed", *QUICK
-    )
+    args = ["--config", "tiny-llama", "--devices", "2", "--against", "te-bf16,te-delayed", "--axes", axes]
+    rows = rows_of(tmp_path, "sharded", *args, *QUICK)
     assert [row["layout"] for row in rows] == 2 * ["one device", *sharded.LAYOUTS]
     for row in rows:
         assert row["speedup"] > 0 and ("output_off" in row) == (row["devices"] == 2)

@@ -113,6 +113,7 @@ def test_the_layout_of_one_array_is_read_where_it_is(checkpointed):
     testing.assert_close(got, expected, BOUND["bf16"])
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("rec", [None, DELAYED], ids=["bf16", "delayed"])
 @pytest.mark.parametrize(
     "resource",
@@ -123,7 +124,7 @@ def test_the_layout_of_one_array_is_read_where_it_is(checkpointed):
     ],
     ids=["tensor", "fsdp", "sequence"],
 )
-def test_sharded_is_sharded_attention_of_three_arrays(resource, rec, monkeypatch):
+def test_sharded_is_sharded_attention_of_three_arrays(resource, rec, explicit, monkeypatch):
     """Which is as far from unsharded: a layer's FP8 codes flip where bf16 sums over shards are rounded."""
     choose_as_on_hopper(monkeypatch)  # also for a mesh of CPUs
     fields = dict(hidden_size=HIDDEN, mlp_hidden_size=2 * HIDDEN, num_attention_heads=H, use_bias=True)
@@ -135,7 +136,7 @@ def test_sharded_is_sharded_attention_of_three_arrays(resource, rec, monkeypatch
     boxed = steps.init(layer, x, rec=DELAYED, unbox=False)
     variables = steps.randomized(nn.unbox(boxed))
     boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}
-    mesh = testing.mesh_of((4, 2), ("data", "model"))
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
     with jax.default_device(mesh.devices.flat[0]), steps.autocast(rec):
         unsharded = jax.device_get(steps.step(layer.apply, variables, x))
     with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=resource):

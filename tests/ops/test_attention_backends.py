@@ -1,5 +1,6 @@
 """Which backend is chosen and why; what cuDNN is told, shown by a stand-in; and cuDNN itself where there is a GPU."""
 
+import contextlib
 import re
 import warnings
 from functools import partial
@@ -11,6 +12,7 @@ import numpy as np
 import numpy_attention
 import pytest
 from emulated import BF16, F32
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
@@ -126,15 +128,19 @@ def stand_in(monkeypatch, request):
     monkeypatch.setattr(jax.nn, "dot_product_attention", public_call)
 
 
-def run_step(call, bias, dtype=jnp.float32):
-    args = [jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE, *([] if bias is None else [bias]))]
+def run_step(call, bias, dtype=jnp.float32, place=None):
+    """place: puts queries, keys, values and the cotangent where they are to be; the bias stays."""
+    *qkv, dy = (jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE, DY))
+    if place is not None:
+        *qkv, dy = map(place, (*qkv, dy))
+    args = [*qkv, *([] if bias is None else [jnp.asarray(bias, dtype)])]
 
     @jax.jit
     def step(dy, *args):
         out, vjp = jax.vjp(call, *args)
         return out, list(vjp(dy))
 
-    return step(jnp.asarray(DY, dtype), *args)
+    return step(dy, *args)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -156,9 +162,10 @@ def test_what_cudnn_is_told(case, stand_in):
         testing.assert_close(run_step(call, bias), expected, F32)
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["", "explicit"])
 @pytest.mark.parametrize("case", CASES)
-def test_cudnn_itself(case):
-    """On a GPU, cuDNN in bf16; elsewhere the op, which says that it is not cuDNN."""
+def test_cudnn_itself(case, explicit):
+    """On a GPU, cuDNN in bf16; elsewhere the op, which says that it is not cuDNN. Also on explicit mesh axes."""
     _, fields, sequences, rows, mask, bias = CASES[case]
     options = Attention(0.3, **fields)
     described = dict(sequence_descriptor=sequences, mask=mask)
@@ -177,8 +184,12 @@ def test_cudnn_itself(case):
     rounded = [np.asarray(x, np.float32) for x in (*bf16, jnp.asarray(DY, jnp.bfloat16))]
     bias = None if bias is None else np.asarray(jnp.asarray(bias, jnp.bfloat16), np.float32)
     expected = numpy_attention.attention(options, seen, *rounded, bias)
+    mesh = testing.mesh_of((1, 1), ("data", "model"), explicit=True)
+    with testing.on_mesh(mesh) if explicit else contextlib.nullcontext():
+        place = partial(jax.device_put, device=NamedSharding(mesh, P("data", None, "model"))) if explicit else None
+        got = run_step(call, bias, jnp.bfloat16, place)
     # Roundings of weights, of their gradients, of the results; and of gradients of groups, twice.
-    testing.assert_close(run_step(call, bias, jnp.bfloat16), expected, 5 * BF16)
+    testing.assert_close(jax.device_get(got), expected, 5 * BF16)
 
 
 def test_cudnn_itself_in_a_window():

@@ -273,10 +273,11 @@ def test_calibrating_records_and_computes_in_high_precision():
 # --- Several devices -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_sharded_is_unsharded(groups, monkeypatch):
+def test_sharded_is_unsharded(groups, explicit, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)  # of the mesh, which has CPUs where there are few GPUs
-    mesh = testing.mesh_of((2, 4), ("data", "model"))
+    mesh = testing.mesh_of((2, 4), ("data", "model"), explicit=explicit)
     arrays = inputs((4, groups, S, S, D), batch=8)
     state = te.AttentionState.create(DELAYED)
     lengths = np.arange(8) * 8 + 8

@@ -83,6 +83,14 @@ def test_explicit_axes(strategy):
     testing.assert_close(got, step(options, None, tuple(QKV), DY, {}), F32)
 
 
+def test_explicit_axes_are_reordered_outside_a_mesh():
+    mesh = testing.mesh_of((2, 4), ("data", "cp"), explicit=True)
+    (x,) = testing.shard(mesh, [QKV[0]], [P("data", "cp")])
+    ordered = reorder_causal_load_balancing(x, cp_size=4)
+    assert ordered.sharding.is_equivalent_to(x.sharding, x.ndim)
+    testing.assert_same_bytes(jax.device_get(ordered), jax.device_get(reorder_causal_load_balancing(QKV[0], cp_size=4)))
+
+
 @STRATEGIES
 @pytest.mark.parametrize("window", [None, (5, 0)])
 def test_balanced_order(window, strategy):

@@ -79,12 +79,12 @@ def step(options, parallel, qkv, dy, offset=None):
 
 
 def on_axis(options, strategy, offset=None, *, balanced=False, explicit=False, dtype=jnp.float32, size=4):
-    """A step with the sequence sharded; to cuDNN's call all other axes must be the compiler's."""
+    """A step with the sequence sharded, and where there are devices, examples and heads."""
     order, back = (
         partial(f, cp_size=size) if balanced else lambda x: x
         for f in (reorder_causal_load_balancing, inverse_reorder_causal_load_balancing)
     )
-    alone = explicit or size == 1
+    alone = size == 1
     mesh = testing.mesh_of(*(((size,), ("cp",)) if alone else ((2, size), ("data", "cp"))), explicit=explicit)
     placed = testing.shard(mesh, [order(x).astype(dtype) for x in (*QKV, DY)], [P(None if alone else "data", "cp")] * 4)
     with testing.on_mesh(mesh):

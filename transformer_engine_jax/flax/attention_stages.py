@@ -138,7 +138,7 @@ def in_one_array(module, options: Attention, x, turns, others: Sequence) -> bool
     fused = module.fuse_qkv_params and module.num_gqa_groups in (None, heads)
     fused = fused and turns[0] is turns[1] and (turns[0] is None or jnp.ndim(turns[0]) == 1)
     apart = module.transpose_batch_sequence or module.qk_norm_type or module.context_parallel_axis
-    apart = apart or jax.typeof(x).sharding.mesh.explicit_axes or (recipe is not None and recipe.fp8_dpa)
+    apart = apart or (recipe is not None and recipe.fp8_dpa)
     if not fused or apart or any(other is not None for other in others):
         return False
     return reads_qkv(options, jax.ShapeDtypeStruct((*x.shape[:2], heads, module.head_dim), x.dtype))

@@ -6,8 +6,6 @@ import functools
 import math
 import warnings
 
-import jax
-
 from transformer_engine_jax.decisions import compute_capabilities, platform
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing
 from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packs
@@ -97,9 +95,6 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         yield context_parallel is not None, "with dropout, cuDNN is given whole sequences"
         yield size > MOST_HEAD_SIZE, f"with dropout, cuDNN needs head sizes up to {MOST_HEAD_SIZE}, not {size}"
         yield missing() != "", missing()
-    manual = {context_parallel.axis} if context_parallel else set()
-    explicit = set(jax.typeof(query).sharding.mesh.explicit_axes) - manual
-    yield bool(explicit), f"JAX's cuDNN call knows no explicit mesh axes: {sorted(explicit)}"
     if context_parallel:
         parts_only = whole and options.reach[0] < 0
         yield not parts_only, f"over {context_parallel.axis!r} cuDNN has no masks, biases, windows or descriptors"
@@ -130,8 +125,6 @@ def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias,
     yield 0 in (q_len, k_len) or q_len == k_len == 1, "FP8 attention needs more than one query or key"
     wrong = any(size % 16 or not 0 < size <= MOST_HEAD_SIZE for size in sizes)
     yield wrong, f"FP8 attention needs head sizes in multiples of 16 up to {MOST_HEAD_SIZE}, not {sorted(sizes)}"
-    explicit = set(jax.typeof(query).sharding.mesh.explicit_axes)
-    yield bool(explicit), f"FP8 attention knows no explicit mesh axes: {sorted(explicit)}"
     allowed = {"bfloat16", "float16"} if platform() == "gpu" else {"bfloat16", "float16", "float32"}
     other = len(dtypes) > 1 or not dtypes <= allowed
     yield other, f"FP8 attention casts one of {sorted(allowed)}, not {sorted(dtypes)}"

@@ -9,7 +9,6 @@ i and 2 n - 1 - i of 2 n; `reorder_causal_load_balancing` brings a sequence into
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attent
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference, running_attention
 from transformer_engine_jax.ops.attention.sequences import Places
+from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads, on_axes
 
 STRATEGIES = ("DEFAULT", "ALL_GATHER", "RING")
 
@@ -68,13 +68,13 @@ def inverse_reorder_causal_load_balancing(x, *, cp_size: int, seq_dim: int = 1) 
 
 
 def _reordered(x, order: np.ndarray, axis: int) -> jax.Array:
-    spec = jax.typeof(x).sharding.spec
-    if all(entry is None for entry in spec):
+    own = jax.typeof(x).sharding
+    if all(entry is None for entry in own.spec):
         return jnp.take(x, order, axis=axis)
     # Where its sharding is its type, what is to move between devices must be said.
     tokens = (*[slice(None)] * (axis % x.ndim), order)
-    whole = P(*[None if i == axis % x.ndim else entry for i, entry in enumerate(spec)])
-    return jax.sharding.reshard(jax.sharding.reshard(x, whole).at[tokens].get(out_sharding=whole), spec)
+    whole = own.update(spec=P(*[None if i == axis % x.ndim else entry for i, entry in enumerate(own.spec)]))
+    return jax.sharding.reshard(jax.sharding.reshard(x, whole).at[tokens].get(out_sharding=whole), own)
 
 
 def balanced_places(parallel: ContextParallel, queries: Places, keys: Places) -> tuple[Places, Places]:
@@ -103,7 +103,7 @@ def context_parallel_attention(
     specs = (sharded, of_keys, of_keys, like(queries, sharded), like(keys, whole))
     specs += ({name: like(x, of_rows(x) if name in ("mask", "bias") else whole) for name, x in others.items()},)
     local = partial(_ring if ring else _of_all_keys, parallel.axis, size, options)
-    return _on_axis(parallel.axis, local, operands, specs, sharded)
+    return on_axes({parallel.axis}, local, operands, specs, sharded)
 
 
 def context_parallel_cudnn(
@@ -113,11 +113,14 @@ def context_parallel_cudnn(
     _check_lengths(parallel, query, key)
     over = dict(size=parallel.size(), ring=parallel.strategy == "RING", balanced=parallel.load_balanced)
     parts = Parts(options.scale, Mask(options.causal), parallel.axis, **over)
-    operands, sharded = (query, key, value), P(None, parallel.axis)
+    batch, heads, operands = None, None, (query, key, value)
+    if explicit := explicit_axes(query):
+        (batch, heads), operands = of_examples_and_heads(*operands, parallel.axis)
+    sharded = P(batch, parallel.axis, heads)
     if options.softmax_type != "vanilla":
         operands += (jnp.zeros(query.shape[2]) if softmax_offset is None else softmax_offset,)
-    specs = (*[sharded] * 3, P())[: len(operands)]
-    return _on_axis(parallel.axis, partial(attention_of_parts, parts), operands, specs, sharded)
+    specs = (*[sharded] * 3, P(heads))[: len(operands)]
+    return on_axes({parallel.axis, *explicit}, partial(attention_of_parts, parts), operands, specs, sharded)
 
 
 def _check_lengths(parallel: ContextParallel, query, key) -> None:
@@ -128,24 +131,6 @@ def _check_lengths(parallel: ContextParallel, query, key) -> None:
                 f"context_parallel_axis: {name}: expected a length of a multiple of {size}, the size of "
                 f"{parallel.axis!r}, got {x.shape[1]}"
             )
-
-
-def _on_axis(axis: str, local: Callable, operands, in_specs, out_specs):
-    """local(*operands) on each device along the mesh axis, with its part of them."""
-    operands = jax.tree.map(partial(_placed, axis), operands, in_specs)
-    over = dict(in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False)
-    return jax.shard_map(local, **over)(*operands)
-
-
-def _placed(axis: str, x, spec: P) -> jax.Array:
-    """x, sharded over the mesh axis where spec is. On explicit axes that must be said; else shard_map sees to it."""
-    if axis not in jax.sharding.get_abstract_mesh().explicit_axes:
-        return x
-    entries = []
-    for own, wanted in zip(jax.typeof(x).sharding.spec, (*spec, *[None] * x.ndim)):
-        names = () if own is None else (own,) if isinstance(own, str) else tuple(own)
-        entries.append((*[name for name in names if name != axis], *([axis] if wanted == axis else [])) or None)
-    return jax.sharding.reshard(x, P(*entries))
 
 
 def _of_all_keys(axis: str, size: int, options: Attention, query, key, value, queries, keys, others) -> jax.Array:

@@ -6,6 +6,8 @@ where ours were not built.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +27,7 @@ from transformer_engine_jax.ops.attention.sequences import (
     runs,
     visible,
 )
+from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads, on_explicit_axes, placed
 
 
 def cudnn_attention(
@@ -36,6 +39,14 @@ def cudnn_attention(
 
     quantizers: those of query, key and value, for what `attention_backend` computes in FP8; that runs anywhere.
     """
+    explicit, own = explicit_axes(query), jax.typeof(query).sharding.spec
+    if explicit and quantizers is None:
+        described = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias)
+        arguments = dict(described, softmax_offset=softmax_offset)
+        attend = partial(cudnn_attention, options)
+        return on_explicit_axes(attend, query, key, value, dropout_key=dropout_key, arguments=arguments)
+    if explicit:  # the quantizers' amaxes are those of all devices, which their kernels see to
+        _, (query, key, value) = of_examples_and_heads(query, key, value)
     if options.softmax_type == "off_by_one":
         softmax_offset = jnp.zeros(query.shape[2])
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
@@ -57,7 +68,7 @@ def cudnn_attention(
         out = _masked(options, query, key, value, bias, queries, keys, mask)
     else:
         out = _by_lengths(options, query, key, value, bias, dropout_key, quantizers, sequence_descriptor)
-    return out[..., :v_size]
+    return placed(out[..., :v_size], own, explicit)
 
 
 def _with_offset(options: Attention, query, key, value, softmax_offset) -> jax.Array:
@@ -165,8 +176,11 @@ def _as_query(query, x) -> jax.Array:
     """x[B or 1, H or 1, m, n], its batch and heads sharded as the query's.
 
     JAX's partitioning of the cuDNN call shards along with queries, keys and values nothing else: lengths that are
-    replicated while the batch is not would be those of the first shard everywhere.
+    replicated while the batch is not would be those of the first shard everywhere. On explicit axes our kernels alone
+    are called, which see to it.
     """
+    if explicit_axes(query):
+        return x
     like = jax.lax.stop_gradient(query[: x.shape[0], 0, : x.shape[1], 0])
     return placed_like(like, x)
 

@@ -1,0 +1,102 @@
+"""Attention of each device's part, where the axes of the mesh are known: manual ones, and those made manual here.
+
+On explicit axes shardings are types. So a device attends with its examples and heads, of whole sequences or of its part
+of them, and nothing is left to be partitioned, for which JAX's cuDNN call knows the compiler's axes alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from transformer_engine_jax.differentiable import align
+
+
+def explicit_axes(x) -> frozenset[str]:
+    """The explicit mesh axes that are in force for x."""
+    return frozenset(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+def names_of(entry) -> tuple[str, ...]:
+    """The mesh axes of an entry of a partition spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def of_examples_and_heads(query, key, value, sequence: str | None = None):
+    """((mesh axes of examples, those of heads), the three so sharded), as queries are over explicit mesh axes.
+
+    Keys and values are repeated where groups do not divide over the devices that share the heads. sequence: the mesh
+    axis that shards the tokens.
+    """
+    spec = jax.typeof(query).sharding.spec
+    batch, heads = (tuple(name for name in names_of(spec[i]) if name != sequence) or None for i in (0, 2))
+    mesh, groups = jax.typeof(query).sharding.mesh, key.shape[2]
+    if groups % math.prod(mesh.shape[name] for name in heads or ()):
+        key, value = (_repeated(x, query.shape[2] // groups) for x in (key, value))
+    sharded, axes = P(batch, sequence, heads), explicit_axes(query)
+    return (batch, heads), tuple(placed(x, sharded, axes) for x in (query, key, value))
+
+
+def _repeated(x, times: int) -> jax.Array:
+    """x[B, K, G, D] with each of its heads so often, whole on every device."""
+    mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+    x = jax.sharding.reshard(x, NamedSharding(mesh, P(spec[0])))[:, :, :, None]
+    x = jnp.broadcast_to(x, (*x.shape[:3], times, x.shape[4]))
+    return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+
+def placed(x, spec: P, axes: Set[str]) -> jax.Array:
+    """x, sharded over these mesh axes where spec is. On explicit axes that must be said; else shard_map sees to it."""
+    mesh = jax.typeof(x).sharding.mesh
+    explicit = axes.intersection(mesh.explicit_axes)
+    if not explicit:
+        return x
+    entries = []
+    for own, wanted in zip(jax.typeof(x).sharding.spec, (*spec, *[None] * x.ndim)):
+        kept = [name for name in names_of(own) if name not in axes]
+        entries.append((*kept, *[name for name in names_of(wanted) if name in explicit]) or None)
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
+
+
+def on_axes(axes: Set[str], local: Callable, operands, in_specs, out_specs):
+    """local(*operands) on each device along these mesh axes, with its part of them."""
+    leaves, tree = jax.tree.flatten(operands)
+    operands = jax.tree.unflatten(tree, align(*leaves))
+    operands = jax.tree.map(partial(placed, axes=axes), operands, in_specs)
+    over = dict(in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
+    return jax.shard_map(local, **over)(*operands)
+
+
+def on_explicit_axes(attend: Callable, query, key, value, *, dropout_key, arguments: dict) -> jax.Array:
+    """attend(query, key, value, dropout_key=, **arguments) of each device's examples and heads, [B, Q, H, Dv].
+
+    arguments: pytrees of arrays whose leading axes are examples, or 1 for all; of mask and bias, also heads; and of
+    softmax_offset heads alone.
+    """
+    axes, own = explicit_axes(query), jax.typeof(query).sharding.spec
+    (batch, heads), qkv = of_examples_and_heads(query, key, value)
+    full = {"mask": (batch, heads), "bias": (batch, heads), "softmax_offset": (heads,)}
+    sizes = {batch: query.shape[0], heads: query.shape[2]}
+
+    def spec_of(name: str, x) -> P:
+        entries = full.get(name, (batch,))
+        return P(*[entry if n == sizes[entry] else None for entry, n in zip(entries, x.shape)])
+
+    specs = {name: jax.tree.map(partial(spec_of, name), x) for name, x in arguments.items()}
+    over = (*names_of(batch), *names_of(heads))
+
+    def local(query, key, value, dropout_key, arguments):
+        if dropout_key is not None and over:
+            dropout_key = jax.random.fold_in(dropout_key, jax.lax.axis_index(over))
+        return attend(query, key, value, dropout_key=dropout_key, **arguments)
+
+    sharded, whole = P(batch, None, heads), jax.tree.map(lambda _: P(), dropout_key)
+    operands = (*qkv, dropout_key, arguments)
+    out = on_axes(axes, local, operands, (*[sharded] * 3, whole, specs), sharded)
+    return placed(out, own, axes)
