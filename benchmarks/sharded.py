@@ -65,12 +65,11 @@ class Step:
         self, shape: Shape, fp8: recipe.Recipe | None, layout: Layout, devices: list[jax.Device], axes: AxisType
     ):
         mesh = self.mesh = Mesh(np.array(devices), (AXIS,), axis_types=(axes,))
-        init_mesh = Mesh(mesh.devices, (AXIS,), axis_types=(AxisType.Auto,))  # Linen initializes on no other
         layer = our_layer(shape, **layout.fields)
         place = NamedSharding(mesh, layout.x)
 
         @contextlib.contextmanager
-        def context(mesh):
+        def context():
             with (
                 jax.set_mesh(mesh),
                 te.autocast(fp8 is not None, fp8, mesh_resource=layout.resource),
@@ -90,15 +89,11 @@ class Step:
         )
 
         self.x, self.dy = normal(0), normal(1)
-        with context(init_mesh):
-            like = jax.ShapeDtypeStruct(self.x.shape, self.x.dtype)
-            boxed = jax.eval_shape(layer.init, jax.random.key(2), like)
-            sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), init_mesh, nn.get_logical_axis_rules())
-            init = jax.jit(lambda key: nn.unbox(layer.init(key, jnp.zeros_like(like))), out_shardings=sharding)
-            variables = init(jax.random.key(2))
-        with context(mesh):
-            on_mesh = lambda a: jax.device_put(a, NamedSharding(mesh, a.sharding.spec))
-            self.state, self.params = flax.core.pop(jax.tree.map(on_mesh, variables), "params")
+        with context():
+            boxed = jax.eval_shape(layer.init, jax.random.key(2), self.x)
+            sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, nn.get_logical_axis_rules())
+            init = jax.jit(lambda key, x: nn.unbox(layer.init(key, x)), out_shardings=sharding)
+            self.state, self.params = flax.core.pop(init(jax.random.key(2), self.x), "params")
             args = self.params, self.state, self.x, self.dy
             # Gradients lie as the parameters do, for an optimizer: under FSDP XLA scatters their sums.
             placed = jax.tree.map(lambda a: a.sharding, (self.x, self.params, self.state, self.x))

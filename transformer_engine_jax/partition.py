@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from transformer_engine_jax.kernel import Axes, _Call
 
 
+def names_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The mesh axes of an entry of a partition spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def sharding_rule(call: _Call, present) -> tuple[str, dict]:
     """The kernel's rule in Shardy's notation."""
     axes = call.axes(present)
@@ -42,7 +47,7 @@ def assign(call: _Call, axes: Axes, operands: Sequence[Sequence], results: Seque
     used: set[str] = set()
     for (_, names), spec in deciding or specs[: len(operands)]:
         for name, entry in zip(names, spec):
-            entry = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            entry = names_of(entry)
             if entry and name not in assigned and name not in whole and not used.intersection(entry):
                 assigned[name] = entry
                 used.update(entry)

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from transformer_engine_jax.autocast import MeshResource, current
+from transformer_engine_jax.partition import names_of
 
 # Logical axes that the modules use: of activations batch, seqlen, seqlen_tp (between the products, under sequence
 # parallelism), embed_activations, heads, mlp; of parameters embed (of the residual stream), mlp and heads (what tensor
@@ -83,8 +84,16 @@ def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
     if all(entry is None for entry in spec) and not gathers:
         return x
     free = [name == "batch" and entry is None for name, entry in zip(axes, spec)]  # its owner has it as it is
-    if mesh.are_all_axes_explicit:
+    if mesh.explicit_axes:
         own = jax.typeof(x).sharding.spec
-        return jax.sharding.reshard(x, PartitionSpec(*[o if f else s for f, o, s in zip(free, own, spec)]))
-    spec = [PartitionSpec.UNCONSTRAINED if f else s for f, s in zip(free, spec)]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+        given = [o if f else _among(s, mesh.explicit_axes) for f, o, s in zip(free, own, spec)]
+        x = jax.sharding.reshard(x, PartitionSpec(*given))
+    if mesh.auto_axes:
+        given = [PartitionSpec.UNCONSTRAINED if f else _among(s, mesh.auto_axes) for f, s in zip(free, spec)]
+        x = jax.lax.with_sharding_constraint(x, PartitionSpec(*given))
+    return x
+
+
+def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str]) -> tuple[str, ...] | None:
+    """An entry of a partition spec, of these mesh axes alone."""
+    return tuple(name for name in names_of(entry) if name in axes) or None

@@ -27,6 +27,7 @@ from transformer_engine_jax.quantized import (
     gemm_quantizers,
     needs_attention_state,
 )
+from transformer_engine_jax.sharding import constrain
 
 # The name that Flax's TrainState and others already treat as "replace this with its gradient".
 STATE_COLLECTION = "_overwrite_with_gradient"
@@ -162,6 +163,17 @@ def canonical_tuple(value) -> tuple:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
+class LogicalAxes(nn.LogicallyPartitioned):
+    """Flax's box of a parameter with its logical axes, which knows explicit mesh axes as well.
+
+    There Flax asserts that a parameter is sharded as its axes say, which one that was just made is not.
+    """
+
+    def unbox(self, apply_constraint: bool = True):
+        explicit = jax.sharding.get_abstract_mesh().explicit_axes
+        return constrain(self.value, self.names) if apply_constraint and explicit else super().unbox(apply_constraint)
+
+
 def with_axes(
     module: nn.Module, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int]
 ) -> Callable:
@@ -171,7 +183,7 @@ def with_axes(
             f"{type(module).__name__}.{name}: expected {len(shape)} logical axes for the shape {tuple(shape)}, got "
             f"{tuple(axes)}"
         )
-    return nn.with_logical_partitioning(init, tuple(axes)) if axes else init
+    return (lambda *args: LogicalAxes(init(*args), tuple(axes))) if axes else init
 
 
 def one_of(module: Any, field: str, allowed: Sequence, note: str = "") -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import Fp8Module, check_positive, check_rate, one_of
+from transformer_engine_jax.flax.base import Fp8Module, check_positive, check_rate, one_of, with_axes
 from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES, ContextParallel
 from transformer_engine_jax.ops.attention.decode import decode_attention
@@ -146,8 +146,9 @@ class DotProductAttention(Fp8Module):
     def _softmax_offset(self) -> jax.Array | None:
         if self.softmax_type != "learnable":
             return None
-        init = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
-        return self.param("softmax_offset", init, (self.num_attention_heads,), jnp.float32)
+        shape = (self.num_attention_heads,)
+        init = with_axes(self, "softmax_offset", nn.initializers.zeros, ("heads",), shape)
+        return self.param("softmax_offset", init, shape, jnp.float32)
 
     @nn.nowrap
     def _error(self, text: str) -> ValueError:

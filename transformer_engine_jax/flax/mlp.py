@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer_engine_jax.dropout import drop
 from transformer_engine_jax.flax.base import (
     Fp8Module,
     canonical_tuple,
@@ -159,9 +160,6 @@ class LayerNormMLP(Fp8Module):
         z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
         a = activation(z, canonical_tuple(self.activations), self.activation_params)
         if dropout:
-            a = nn.Dropout(
-                self.intermediate_dropout_rate,
-                broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
-                rng_collection=self.intermediate_dropout_rng_name,
-            )(a, deterministic=False)
+            key = self.make_rng(self.intermediate_dropout_rng_name)
+            a = drop(a, key, self.intermediate_dropout_rate, self.intermediate_hidden_dropout_dims)
         return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name, residual)

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from transformer_engine_jax.dropout import drop
 from transformer_engine_jax.flax.attention import MultiHeadAttention
 from transformer_engine_jax.flax.attention_stages import adapts
 from transformer_engine_jax.flax.base import check_common, check_dims, check_positive, check_rate, one_of
@@ -345,15 +346,9 @@ class TransformerLayer(nn.Module):
     def _residual(self, branch, residual, deterministic: bool) -> jax.Array:
         """residual + branch, with dropout of features and of whole samples (stochastic depth) on the branch."""
         if self.hidden_dropout > 0 and not deterministic:
-            branch = nn.Dropout(
-                self.hidden_dropout,
-                broadcast_dims=tuple(self.hidden_dropout_dims),
-                rng_collection=self.dropout_rng_name,
-            )(branch, deterministic=False)
+            branch = drop(branch, self.make_rng(self.dropout_rng_name), self.hidden_dropout, self.hidden_dropout_dims)
         if self.drop_path > 0 and not deterministic:
             batch = 1 if self.transpose_batch_sequence else 0
             others = tuple(axis for axis in range(branch.ndim) if axis != batch)
-            branch = nn.Dropout(self.drop_path, broadcast_dims=others, rng_collection=self.dropout_rng_name)(
-                branch, deterministic=False
-            )
+            branch = drop(branch, self.make_rng(self.dropout_rng_name), self.drop_path, others)
         return self._constrained(residual + branch)

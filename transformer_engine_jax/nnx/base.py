@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
+from transformer_engine_jax.dropout import drop
 from transformer_engine_jax.flax.base import check_common, check_positive
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
@@ -141,6 +142,13 @@ def make_dropout(rate: float, dims: Sequence[int], name: str, rngs: nnx.Rngs | N
     if rngs is None:
         raise ValueError(f"dropout: rngs: expected nnx.Rngs({name}=seed) where the dropout rate is {rate}, got None")
     return nnx.Dropout(rate, broadcast_dims=tuple(dims), rng_collection=name, rngs=rngs)
+
+
+def dropped(x, dropout: nnx.Dropout | None, deterministic: bool | None) -> jax.Array:
+    """x after the dropout, which may be absent."""
+    if not dropping(dropout, deterministic):
+        return x
+    return drop(x, dropout.rngs(), dropout.rate, dropout.broadcast_dims)
 
 
 def dropping(dropout: nnx.Dropout | None, deterministic: bool | None) -> bool:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.flax.base import canonical_tuple, check_dims, check_positive, check_rate
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
-from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
+from transformer_engine_jax.nnx.base import Fp8Module, array, dropped, dropping, make_dropout, module
 from transformer_engine_jax.ops.activation import activation, fused_activation
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm, norm
@@ -155,5 +155,5 @@ class LayerNormMLP(Fp8Module):
         z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
         a = activation(z, self.activations, self.activation_params)
         if dropout:
-            a = self.dropout(a, deterministic=False)
+            a = dropped(a, self.dropout, False)
         return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name, residual)

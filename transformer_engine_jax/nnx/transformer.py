@@ -21,7 +21,7 @@ from transformer_engine_jax.flax.transformer import (
     summed_bias,
 )
 from transformer_engine_jax.nnx.attention import MultiHeadAttention
-from transformer_engine_jax.nnx.base import Fp8Module, dropping, make_dropout, module
+from transformer_engine_jax.nnx.base import Fp8Module, dropped, dropping, make_dropout, module
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.nnx.mlp import LayerNormMLP
 from transformer_engine_jax.nnx.relative_positions import RelativePositionBiases
@@ -234,8 +234,8 @@ class TransformerLayer(Fp8Module):
         post = self.apply_residual_connection_post_layernorm
         # Where nothing happens on the way, products add the residual themselves; one sharded along the sequence would
         # be gathered for that.
-        dropped = any(dropping(dropout, deterministic) for dropout in (self.dropout, self.path_dropout))
-        plain = not (post or dropped or self.enable_sequence_parallel)
+        drops = any(dropping(dropout, deterministic) for dropout in (self.dropout, self.path_dropout))
+        plain = not (post or drops or self.enable_sequence_parallel)
         attend = self._own_attention()
         length = attended_length(self, inputs, attend.cached_key if decode else None, max_decode_length)
         attended, normed = attend(
@@ -271,5 +271,5 @@ class TransformerLayer(Fp8Module):
     def _residual(self, branch, residual, deterministic: bool | None) -> jax.Array:
         """residual + branch, with dropout of features and of whole samples (stochastic depth) on the branch."""
         for dropout in (self.dropout, self.path_dropout):
-            branch = branch if dropout is None else dropout(branch, deterministic=deterministic)
+            branch = dropped(branch, dropout, deterministic)
         return self._constrained(residual + branch)

@@ -27,7 +27,7 @@ from transformer_engine_jax.ops.attention.sequences import (
     runs,
     visible,
 )
-from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads, on_explicit_axes, placed
+from transformer_engine_jax.ops.attention.shards import explicit_axes, on_explicit_axes
 
 
 def cudnn_attention(
@@ -39,14 +39,11 @@ def cudnn_attention(
 
     quantizers: those of query, key and value, for what `attention_backend` computes in FP8; that runs anywhere.
     """
-    explicit, own = explicit_axes(query), jax.typeof(query).sharding.spec
-    if explicit and quantizers is None:
+    if explicit_axes(query) and quantizers is None:  # whose amaxes are those of all devices, which kernels see to
         described = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias)
         arguments = dict(described, softmax_offset=softmax_offset)
         attend = partial(cudnn_attention, options)
         return on_explicit_axes(attend, query, key, value, dropout_key=dropout_key, arguments=arguments)
-    if explicit:  # the quantizers' amaxes are those of all devices, which their kernels see to
-        _, (query, key, value) = of_examples_and_heads(query, key, value)
     if options.softmax_type == "off_by_one":
         softmax_offset = jnp.zeros(query.shape[2])
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
@@ -68,7 +65,7 @@ def cudnn_attention(
         out = _masked(options, query, key, value, bias, queries, keys, mask)
     else:
         out = _by_lengths(options, query, key, value, bias, dropout_key, quantizers, sequence_descriptor)
-    return placed(out[..., :v_size], own, explicit)
+    return out[..., :v_size]
 
 
 def _with_offset(options: Attention, query, key, value, softmax_offset) -> jax.Array:

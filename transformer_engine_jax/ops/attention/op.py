@@ -20,6 +20,7 @@ from transformer_engine_jax.ops.attention.flash_qkv import parts, qkv_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places, runs
+from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads, placed
 from transformer_engine_jax.ops.quantize import watch
 from transformer_engine_jax.quantized import AttentionQuantizers, keep
 
@@ -88,6 +89,9 @@ def dot_product_attention(
     choose = partial(attention_backend, options, query, key, value, context_parallel=context_parallel, **described)
     backend, why = choose(fp8=quantizers is not None)
     packed = backend == "cudnn" and context_parallel is None and as_packed(options, query, key, value, **described)
+    explicit, own = explicit_axes(query), jax.typeof(query).sharding.spec
+    if explicit and context_parallel is None:
+        _, (query, key, value) = of_examples_and_heads(query, key, value)
     if not packed:
         query = _without_padding(query, queries.segment)
         key, value = (_without_padding(x, keys.segment) for x in (key, value))
@@ -119,7 +123,7 @@ def dot_product_attention(
         if not packed and sequence_descriptor is not None and sequence_descriptor.max_segments is not None:
             kept = runs(sequence_descriptor).kept[:, None, None, None]
             out = jnp.where(kept, out, jnp.full((), jnp.nan, out.dtype))
-        return keep(out, unused)
+        return keep(placed(out, own, explicit), unused)
 
 
 def _checked_qkv(qkv, *others) -> jax.Array:

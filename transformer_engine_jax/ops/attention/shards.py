@@ -16,16 +16,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.differentiable import align
+from transformer_engine_jax.partition import names_of
 
 
 def explicit_axes(x) -> frozenset[str]:
     """The explicit mesh axes that are in force for x."""
     return frozenset(jax.typeof(x).sharding.mesh.explicit_axes)
-
-
-def names_of(entry) -> tuple[str, ...]:
-    """The mesh axes of an entry of a partition spec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def of_examples_and_heads(query, key, value, sequence: str | None = None):
@@ -76,11 +72,11 @@ def on_axes(axes: Set[str], local: Callable, operands, in_specs, out_specs):
 def on_explicit_axes(attend: Callable, query, key, value, *, dropout_key, arguments: dict) -> jax.Array:
     """attend(query, key, value, dropout_key=, **arguments) of each device's examples and heads, [B, Q, H, Dv].
 
+    Query, key and value are sharded as `of_examples_and_heads` gives them.
     arguments: pytrees of arrays whose leading axes are examples, or 1 for all; of mask and bias, also heads; and of
     softmax_offset heads alone.
     """
-    axes, own = explicit_axes(query), jax.typeof(query).sharding.spec
-    (batch, heads), qkv = of_examples_and_heads(query, key, value)
+    batch, _, heads, _ = jax.typeof(query).sharding.spec
     full = {"mask": (batch, heads), "bias": (batch, heads), "softmax_offset": (heads,)}
     sizes = {batch: query.shape[0], heads: query.shape[2]}
 
@@ -97,6 +93,5 @@ def on_explicit_axes(attend: Callable, query, key, value, *, dropout_key, argume
         return attend(query, key, value, dropout_key=dropout_key, **arguments)
 
     sharded, whole = P(batch, None, heads), jax.tree.map(lambda _: P(), dropout_key)
-    operands = (*qkv, dropout_key, arguments)
-    out = on_axes(axes, local, operands, (*[sharded] * 3, whole, specs), sharded)
-    return placed(out, own, axes)
+    operands = query, key, value, dropout_key, arguments
+    return on_axes(explicit_axes(query), local, operands, (*[sharded] * 3, whole, specs), sharded)
