@@ -1,7 +1,7 @@
 """Every memory-bound kernel, forward and backward: the bytes it must move over its time, and over a copy's.
 
-The bytes are those of its operands and results, each once. The copy is the driver's, of the largest size; it takes
-turns with each kernel. Before, results are compared with those of the reference in plain JAX: a fast kernel that is
+The bytes are those of its operands and results, each once. The copy is the driver's, of the largest size in any table;
+it takes turns with each kernel. Before, results are compared with those of the reference in plain JAX: a fast kernel that is
 wrong is no result.
 """
 
@@ -158,7 +158,7 @@ def copying(rows: int, hidden: int) -> tuple[Copies, int]:
 
 def run(hidden: list[int], rows: int, only: str, *, time: bool = True, **timing) -> Iterator[dict]:
     """A row for each hidden size and kernel whose name holds `only`; each takes turns with the copy."""
-    copied, copy_size = copying(rows, max(hidden)) if time else (None, 0)
+    copied, copy_size = copying(rows, max(*hidden, *HIDDEN)) if time else (None, 0)
     for size in hidden:
         for name, call, shapes in cases(rows, size):
             if only not in name:
