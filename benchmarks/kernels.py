@@ -1,8 +1,8 @@
 """Every memory-bound kernel, forward and backward: the bytes it must move over its time, and over a copy's.
 
 The bytes are those of its operands and results, each once. The copy is the driver's, of the largest size in any table;
-it takes turns with each kernel. Before, results are compared with those of the reference in plain JAX: a fast kernel that is
-wrong is no result.
+it takes turns with each kernel. Before, results are compared with those of the reference in plain JAX: a fast kernel
+that is wrong is no result.
 """
 
 from __future__ import annotations

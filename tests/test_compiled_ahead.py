@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from transformer_engine_jax.kernel import _described
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.quantize import E4M3
+from transformer_engine_jax.primitive import _described
 
 
 def product(a, b):

@@ -13,7 +13,7 @@ from steps import CURRENT, DELAYED
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import TransformerLayer
-from transformer_engine_jax.kernel import kernel_p
+from transformer_engine_jax.primitive import kernel_p
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (2, 16, 32)))
 GPT = dict(use_bias=True)

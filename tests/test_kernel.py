@@ -14,11 +14,12 @@ import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.handlers import HANDLERS
-from transformer_engine_jax.kernel import kernel, kernel_p
+from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.activation import activation_fwd
 from transformer_engine_jax.ops.layernorm import layernorm_fwd, rmsnorm_fwd
 from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, quantize
 from transformer_engine_jax.ops.state import Scaling
+from transformer_engine_jax.primitive import kernel_p
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 4, 64))

@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
-from transformer_engine_jax.kernel import kernel_p
 from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+from transformer_engine_jax.primitive import kernel_p
 
 WIDTH = 64
 

@@ -10,12 +10,12 @@ from steps import CURRENT, DELAYED
 
 from transformer_engine_jax import policies, recipe
 from transformer_engine_jax.flax import STATE_COLLECTION, TransformerLayer
-from transformer_engine_jax.kernel import kernel_p
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.flash_qkv import qkv_attention
 from transformer_engine_jax.ops.attention.reference import Attention
 from transformer_engine_jax.ops.dense import Dense
 from transformer_engine_jax.ops.product import product
+from transformer_engine_jax.primitive import kernel_p
 
 LENGTH = 2
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (2, 8, 32)))

@@ -22,7 +22,7 @@ from jax.interpreters import partial_eval
 
 from transformer_engine_jax.decisions import is_decision
 from transformer_engine_jax.handlers import HANDLERS, gemm_algorithm
-from transformer_engine_jax.kernel import kernel_p
+from transformer_engine_jax.primitive import kernel_p
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
 _PACKAGE = str(pathlib.Path(__file__).parent)

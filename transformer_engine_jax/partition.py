@@ -1,6 +1,6 @@
 """How a kernel's call runs over a mesh: the shardings that its rule allows, and the collectives that these imply.
 
-Of shapes and partition specs alone; kernel.py gives the plan to the compiler, or carries it out.
+Of shapes and partition specs alone; primitive.py gives the plan to the compiler, or carries it out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 if TYPE_CHECKING:
-    from transformer_engine_jax.kernel import Axes, _Call
+    from transformer_engine_jax.kernel import Call
+    from transformer_engine_jax.rules import Axes
 
 
 def names_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -21,7 +22,7 @@ def names_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def sharding_rule(call: _Call, present) -> tuple[str, dict]:
+def sharding_rule(call: Call, present) -> tuple[str, dict]:
     """The kernel's rule in Shardy's notation."""
     axes = call.axes(present)
     sides = [[n for n in side if n is not None] for side in axes]
@@ -37,7 +38,7 @@ def sharding_rule(call: _Call, present) -> tuple[str, dict]:
     return text, factors
 
 
-def assign(call: _Call, axes: Axes, operands: Sequence[Sequence], results: Sequence[Sequence] = ()):
+def assign(call: Call, axes: Axes, operands: Sequence[Sequence], results: Sequence[Sequence] = ()):
     """Mesh axes of every named axis that is sharded, from buffers' partition specs; a mesh axis is used once."""
     kernel, whole = call.kernel, call.whole(axes)
     buffers = [*zip(kernel.operand_names, axes.operands), *zip(kernel.result_names, axes.results)]
@@ -66,7 +67,7 @@ class Plan(NamedTuple):
     local: Callable
 
 
-def plan(call: _Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Plan:
+def plan(call: Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Plan:
     """The shardings that the rule allows, nearest to the operands' own, and the collectives it implies.
 
     run: a call on one device's buffers. specs: of the operands, and of the results where they are known.
@@ -100,7 +101,7 @@ def plan(call: _Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Pl
     return Plan(operand_specs, tuple(spec_of(n, assigned) for _, n in results), local)
 
 
-def _combine(call: _Call, result: str, x, mesh_axes: list[str]):
+def _combine(call: Call, result: str, x, mesh_axes: list[str]):
     how = call.kernel.reduce.get(result)
     if not mesh_axes or how == "same":
         return x

@@ -12,8 +12,8 @@ from jax._src.lax.lax import _reduce_precision_lower
 from jax.interpreters import mlir
 
 from transformer_engine_jax.differentiable import computed_once_p
-from transformer_engine_jax.kernel import kernel_p
 from transformer_engine_jax.ops.quantize import is_fp8
+from transformer_engine_jax.primitive import kernel_p
 
 
 def gemms_saveable(primitive, *operands, **params) -> bool:

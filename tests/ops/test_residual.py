@@ -8,11 +8,11 @@ from emulated import BF16, F32
 
 from transformer_engine_jax import autocast, testing
 from transformer_engine_jax.flax import MultiHeadAttention
-from transformer_engine_jax.kernel import kernel_p
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+from transformer_engine_jax.primitive import kernel_p
 
 M, K, N = (4, 8), 64, 96
 X, GAMMA, KERNEL, OUT, UP, DOWN, BIAS = emulated.normal(5, (*M, K), K, (K, N), (N, K), (K, 1, N), (N, K), K)
