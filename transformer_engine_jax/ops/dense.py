@@ -16,6 +16,7 @@ from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.product import computes, product
 from transformer_engine_jax.ops.quantize import Cast, named, observe, quantize_for, watch, watch_gradient
+from transformer_engine_jax.partition import names_of
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
 from transformer_engine_jax.recipe import MMParams
 
@@ -154,7 +155,7 @@ def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
         return None
     spec, used = [], set()
     for entry in (*rows.spec[: x.ndim - k_axes], *columns.spec[k_axes:]):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = names_of(entry)
         spec.append(entry if axes and not used.intersection(axes) else None)
         used.update(axes)
     return NamedSharding(mesh, PartitionSpec(*spec))
