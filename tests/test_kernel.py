@@ -165,6 +165,16 @@ def test_vmap_over_an_axis_that_explicit_mesh_axes_shard():
     testing.assert_close(jax.device_get(grads), np.stack(expected), 1e-6)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_explicit_arrays_know_their_mesh_where_none_is_in_force(transform):
+    """Constants are put there, too."""
+    mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=True)
+    run = transform(lambda x: quantize(x, jnp.float32(16.0), dtype=E4M3).q)
+    with jax.default_device(mesh.devices.flat[0]):
+        (x,) = testing.shard(mesh, [X], [P("data")])
+        testing.assert_same_bytes(jax.device_get(run(x)), jax.device_get(run(X)))
+
+
 SPECS = {
     "rows": P("data", None, None),
     "columns": P(None, None, "model"),

@@ -29,10 +29,11 @@ def devices() -> int:
     return jax.device_count() if mesh.empty else mesh.size
 
 
-def shards() -> int:
-    """Over how many devices the compiler may shard an axis, at trace time: not over manual mesh axes, and over explicit
-    ones only together with its own."""
-    mesh = jax.sharding.get_abstract_mesh()
+def shards(x) -> int:
+    """Over how many devices the compiler may shard an axis of x, at trace time: not over manual mesh axes, and over
+    explicit ones only together with its own."""
+    mesh = jax.typeof(x).sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
     if mesh.empty:
         return jax.device_count()
     if not mesh.auto_axes:

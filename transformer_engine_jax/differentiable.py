@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from transformer_engine_jax.decisions import devices
 
@@ -32,7 +32,7 @@ def align(*args: jax.Array) -> tuple[jax.Array, ...]:
     Constants among arrays on explicit mesh axes are put on that mesh, where their cotangents will be.
     """
     types = [jax.typeof(x) for x in args]
-    meshes = [t.sharding.mesh for t in types if t.sharding.mesh.explicit_axes]
+    meshes = explicit_meshes(*args)
     varying = frozenset().union(*[t.manual_axis_type.varying for t in types])
 
     def aligned(x, t):
@@ -42,6 +42,12 @@ def align(*args: jax.Array) -> tuple[jax.Array, ...]:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return tuple(aligned(x, t) for x, t in zip(args, types))
+
+
+def explicit_meshes(*args: jax.Array) -> list[Mesh | AbstractMesh]:
+    """Those of arrays whose shardings are types; with their devices, where arrays are no tracers but have some."""
+    explicit = [x for x in args if jax.typeof(x).sharding.mesh.explicit_axes]
+    return [(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x).sharding.mesh for x in explicit]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

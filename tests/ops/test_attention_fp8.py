@@ -292,6 +292,9 @@ def test_sharded_is_unsharded(groups, explicit, monkeypatch):
     testing.assert_close(sharded[0], out, SAME)
     testing.assert_close(sharded[1][:3], grads[:3], BACKWARD["bfloat16"])
     testing.assert_same_bytes(jax.device_get(sharded[1][3]), jax.device_get(grads[3]))
+    if explicit:  # which arrays tell, where no mesh is in force
+        outside = step(op, query, key, value, jax.device_put(state, NamedSharding(mesh, P())), dy)
+        testing.assert_close(jax.device_get(outside[0]), jax.device_get(out), SAME)
 
 
 def test_keys_are_repeated_over_several_devices(monkeypatch):

@@ -70,7 +70,7 @@ def test_backward_without_dropout_is_its_reference(dtype, size):
 @pytest.mark.parametrize("fields", [dict(), dict(causal=True, window=(9, 0))], ids=str)
 @pytest.mark.parametrize("heads, devices", [((4, 4), 1), ((4, 2), 1), ((4, 2), 4)], ids=str)
 def test_one_more_logit(heads, devices, fields, monkeypatch):
-    monkeypatch.setattr(flash, "shards", lambda: devices)
+    monkeypatch.setattr(flash, "shards", lambda _: devices)
     dtype = "bfloat16" if GPU else "float32"
     x = [
         jnp.asarray(x, dtype)

@@ -98,7 +98,7 @@ def test_blank_is_its_reference(dtype, shape):
 def test_what_lies_between_sequences_does_not_matter(heads, devices, offset, monkeypatch):
     """Not where it is NaN, in operands and in the output's gradient; devices: that heads are repeated for."""
     dtype, size = "bfloat16" if GPU else "float32", 32
-    monkeypatch.setattr(flash, "shards", lambda: devices)
+    monkeypatch.setattr(flash, "shards", lambda _: devices)
     shapes = [(B, Q, heads[0], size), *[(B, K, heads[1], size)] * 2, (B, Q, heads[0], size)]
     q, k, v, do = (jnp.asarray(x, dtype) for x in emulated.normal(8, *shapes))
     options = Attention(0.2, causal=True, softmax_type="learnable" if offset else "vanilla")

@@ -128,6 +128,22 @@ def test_however_queries_are_sharded(spec):
     testing.assert_close(jax.device_get((out, grads)), expected, BOUND)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("case", ["causal", "lengths", "packed", "ids", "learnable"])
+def test_arrays_know_their_mesh(case, transform):
+    """Where none is in force."""
+    fields, arguments = CASES[case]
+    arguments = jax.tree.map(jnp.asarray, arguments)
+    options, (*qkv, _) = Attention(0.25, **fields), inputs(2)
+    mesh = testing.mesh_of((DATA, MODEL), ("data", "model"), explicit=True)
+    with jax.default_device(mesh.devices.flat[0]):
+        run = transform(lambda *qkv: dot_product_attention(*qkv, options=options, **arguments))
+        expected = jax.device_get(run(*qkv))
+        got = run(*testing.shard(mesh, qkv, specs_of(2)[:3]))
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, specs_of(2)[3]), 4)
+    testing.assert_close(jax.device_get(got), expected, BOUND)
+
+
 def test_one_array_of_queries_keys_and_values():
     query, key, value, dy = inputs(H)
     qkv, options = jnp.stack([query, key, value], axis=2), Attention(0.25, causal=True)

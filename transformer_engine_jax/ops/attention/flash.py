@@ -252,7 +252,7 @@ class Flash(NamedTuple):
     def of(cls, options: Attention, query, key) -> Flash:
         # Heads may be sharded, also over more devices than there are groups. Split into groups, such an axis would be
         # sharded by parts of a mesh axis, which JAX's custom partitioning has no words for.
-        repeats = 1 if key.shape[2] % shards() == 0 else query.shape[2] // key.shape[2]
+        repeats = 1 if key.shape[2] % shards(query) == 0 else query.shape[2] // key.shape[2]
         return cls(float(options.scale), 0.0, bool(options.causal), int(options.reach[0]), repeats)
 
     @property

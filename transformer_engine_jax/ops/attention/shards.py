@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from transformer_engine_jax.differentiable import align
+from transformer_engine_jax.differentiable import align, explicit_meshes
 from transformer_engine_jax.partition import names_of
 
 
@@ -63,10 +63,11 @@ def placed(x, spec: P, axes: Set[str]) -> jax.Array:
 def on_axes(axes: Set[str], local: Callable, operands, in_specs, out_specs):
     """local(*operands) on each device along these mesh axes, with its part of them."""
     leaves, tree = jax.tree.flatten(operands)
+    mesh = next(iter(explicit_meshes(*leaves)), None)  # None: that in force
     operands = jax.tree.unflatten(tree, align(*leaves))
     operands = jax.tree.map(partial(placed, axes=axes), operands, in_specs)
     over = dict(in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
-    return jax.shard_map(local, **over)(*operands)
+    return jax.jit(jax.shard_map(local, mesh=mesh, **over))(*operands)
 
 
 def on_explicit_axes(attend: Callable, query, key, value, *, dropout_key, arguments: dict) -> jax.Array:
