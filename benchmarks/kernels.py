@@ -16,6 +16,7 @@ from benchmarks.compare import leaf_most_off, within
 from benchmarks.timing import Copies, Repeated, interleaved, operand_sets
 from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.activation import activation_bwd, activation_fwd
+from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.layernorm import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, amax, dequantize, quantize, quantize_stack
 from transformer_engine_jax.ops.rope import rope, rope_frequencies
@@ -112,6 +113,9 @@ def cases(rows: int, hidden: int) -> Iterator[Case]:
         frequencies = rope_frequencies(HEAD)
         tokens = ((1, rows, hidden // HEAD, HEAD), BF16)
         yield "rope", lambda x: rope(x, frequencies, group="alternate"), [tokens]
+    key = jax.random.key(0)
+    yield "dropout", lambda x: drop(x, key, 0.1), [x]
+    yield "dropout + residual", lambda x, residual: drop(x, key, 0.1, residual=residual), [x, x]
     scores = ((max(rows // hidden, 1), hidden, hidden), BF16)
     yield "softmax forward", lambda x: softmax_fwd(x, None, None), [scores]
     yield "softmax backward", softmax_bwd, [scores, scores]

@@ -16,11 +16,18 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import TURN, interleaved, without_failures
 
 
+def dropout_key() -> jax.Array:
+    """A key, as a program gets it from its caller: nothing is drawn when it is compiled."""
+    key = jax.lax.optimization_barrier(jax.random.key_data(jax.random.key(0)))
+    return jax.random.wrap_key_data(key)
+
+
 def gradients(layer: nn.Module):
     """A function (params, state, x, dy) -> (y, gradients of params, next state, gradient of x) of a layer."""
 
     def step(params, state, x, dy):
-        y, vjp = jax.vjp(lambda p, s, x: layer.apply({"params": p, **s}, x), params, state, x)
+        rngs = {"dropout": dropout_key()}
+        y, vjp = jax.vjp(lambda p, s, x: layer.apply({"params": p, **s}, x, rngs=rngs), params, state, x)
         dparams, state, dx = vjp(dy)
         return y, dparams, state, dx
 
@@ -41,7 +48,8 @@ class Step:
         x = jax.random.normal(jax.random.key(0), (shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
         self.x, self.dy = x, jax.random.normal(jax.random.key(1), x.shape, jnp.bfloat16)
         with context():
-            variables = nn.unbox(jax.jit(layer.init)(jax.random.key(2), x))
+            keys = {"params": jax.random.key(2), "dropout": jax.random.key(3)}
+            variables = nn.unbox(jax.jit(layer.init)(keys, x))
             self.state, self.params = flax.core.pop(variables, "params")
             began = time.perf_counter()
             lowered = jax.jit(gradients(layer)).lower(self.params, self.state, x, self.dy)

@@ -64,14 +64,15 @@ class FlaxLayer(nn.Module):
             frequencies = rope_frequencies(s.head)
             q, k = rope(q, frequencies, group="alternate"), rope(k, frequencies, group="alternate")
         attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, mask=same_document(s))
+        drop = nn.Dropout(s.dropout, deterministic=False)
         y = attend(q, k, v, implementation="cudnn" if platform() == "gpu" else None)
-        x = x + product(y, s.hidden, axis=(-2, -1))
+        x = x + drop(product(y, s.hidden, axis=(-2, -1)))
         y = norm(x)
         if s.gated:
             y = jax.nn.silu(product(y, s.mlp)) * product(y, s.mlp)
         else:
             y = jax.nn.gelu(product(y, s.mlp))
-        return x + product(y, s.hidden)
+        return x + drop(product(y, s.hidden))
 
 
 def _options(shape: Shape) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def _options(shape: Shape) -> dict[str, Any]:
         num_attention_heads=shape.heads,
         num_gqa_groups=shape.groups,
         layernorm_type="rmsnorm" if shape.rmsnorm else "layernorm",
-        hidden_dropout=0.0,
+        hidden_dropout=shape.dropout,
         attention_dropout=0.0,
         mlp_activations=("silu", "linear") if shape.gated else ("gelu",),
         use_bias=shape.biases,

@@ -191,7 +191,8 @@ def _contenders(document: dict) -> int:
 def _in_words(shape: Shape) -> str:
     heads = f"{shape.heads} heads" + (f", {shape.groups} of keys" if shape.groups != shape.heads else "")
     packed = f", {shape.documents} documents a row" if shape.documents > 1 else ""
-    return f"{shape.batch} x {shape.seq} tokens of {shape.hidden}, MLP {shape.mlp}, {heads}{packed}"
+    dropout = f", dropout {shape.dropout}" if shape.dropout else ""
+    return f"{shape.batch} x {shape.seq} tokens of {shape.hidden}, MLP {shape.mlp}, {heads}{packed}{dropout}"
 
 
 def all_results(documents: list[dict]) -> str:

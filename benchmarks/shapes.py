@@ -17,6 +17,7 @@ class Shape(NamedTuple):
     rope: bool = False
     biases: bool = True
     documents: int = 1  # sequences that a row holds, of random lengths
+    dropout: float = 0.0  # of what is added to the residual stream
 
     @property
     def tokens(self) -> int:
@@ -99,6 +100,8 @@ SHAPES = {
     "gpt": Shape(8, 2048, 4096, 16384, 32, 32),
     "llama": Shape(4, 4096, 4096, 14336, 32, 8, **_LLAMA),
     "small": Shape(8, 1024, 1024, 4096, 16, 16),
+    "gpt-dropout": Shape(8, 2048, 4096, 16384, 32, 32, dropout=0.1),
+    "small-dropout": Shape(8, 1024, 1024, 4096, 16, 16, dropout=0.1),
     "gpt2": Shape(8, 1024, 768, 3072, 12, 12),
     "gpt2-xl": Shape(4, 1024, 1600, 6400, 25, 25),
     "gpt3-xl": Shape(4, 2048, 2048, 8192, 16, 16),
@@ -110,5 +113,6 @@ SHAPES = {
     "llama-70b": Shape(2, 4096, 8192, 28672, 64, 8, **_LLAMA),
     "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as are the next
     "tiny-llama": Shape(2, 64, 128, 256, 4, 2, **_LLAMA),
+    "tiny-dropout": Shape(2, 64, 128, 256, 4, 4, dropout=0.1),
     "tiny-packed": Shape(2, 64, 128, 256, 4, 2, documents=3, **_LLAMA),
 }

@@ -10,6 +10,7 @@
 #include "core/cublaslt.h"
 #include "core/tile.cuh"
 #include "ops/activation.h"
+#include "ops/dropout.h"
 #include "ops/gemm.h"
 #include "ops/layernorm.h"
 #include "ops/packed_rows.h"
@@ -33,6 +34,7 @@ ffi::Error Measure(cudaStream_t, In, In, In, Out, Out);
 ffi::Error Dequantize(cudaStream_t, In, In, Out);
 ffi::Error ActivationFwd(cudaStream_t, In, In, In, Out, Out, Out, Out, Out, ActivationAttributes);
 ffi::Error ActivationBwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, ActivationAttributes);
+ffi::Error Dropout(cudaStream_t, In, In, In, In, In, Out, DropoutAttributes);
 ffi::Error LayerNormFwd(cudaStream_t, In, In, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, NormFwdAttributes);
 ffi::Error RmsNormFwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, NormFwdAttributes);
 ffi::Error LayerNormBwd(cudaStream_t, In, In, In, In, In, In, Out, Out, Out, Out, NormBwdAttributes);
@@ -65,7 +67,7 @@ __global__ void fill(uint8_t* data, DType dtype, int64_t size) {
     reinterpret_cast<uint32_t*>(data)[i] = sign | 0x3f000000u | (hash >> 9 & 0xffffffu);
   } else if (dtype == DType::BF16) {
     reinterpret_cast<uint16_t*>(data)[i] = static_cast<uint16_t>((sign | 0x3f000000u | (hash >> 9 & 0xffffffu)) >> 16);
-  } else if (dtype == DType::S32) {
+  } else if (dtype == DType::S32 || dtype == DType::U32) {
     reinterpret_cast<int32_t*>(data)[i] = static_cast<int32_t>(i);
   } else {
     data[i] = static_cast<uint8_t>(dtype == DType::PRED ? hash >> 31 : hash >> 24 & 0xbf);
@@ -92,7 +94,9 @@ class Memory {
   XLA_FFI_Buffer& make(DType dtype, Dims dims) {
     int64_t size = 1;
     for (const int64_t n : dims) size *= n;
-    const int64_t width = dtype == DType::F32 || dtype == DType::S32 ? 4 : dtype == DType::BF16 ? 2 : 1;
+    const int64_t width = dtype == DType::F32 || dtype == DType::S32 || dtype == DType::U32 ? 4
+                          : dtype == DType::BF16                                            ? 2
+                                                                                            : 1;
     void* data = nullptr;
     must(cudaMalloc(&data, static_cast<size_t>(std::max<int64_t>(size * width, 1))), "memory");
     if (size) {
@@ -235,6 +239,15 @@ void rotations(int64_t tokens, int64_t features, DType dtype) {
   }
 }
 
+void dropouts(int64_t rows, int64_t cols, DType dtype) {
+  Memory m;
+  const In x = m.in(dtype, {rows, cols}), seed = m.in(DType::U32, {2});
+  const In row = m.in(DType::S32, {rows}), column = m.in(DType::S32, {cols});
+  for (const In& residual : {x, m.none()}) {
+    check("dropout", Dropout(nullptr, x, residual, seed, row, column, m.out(dtype, {rows, cols}), {6554, 1.1f}));
+  }
+}
+
 void softmaxes(int64_t queries, int64_t keys, DType dtype) {
   Memory m;
   const In scores = m.in(dtype, {2, 3, queries, keys}), offset = m.in(kF32, {2, 3});
@@ -302,6 +315,7 @@ int main(int count, char**) {
       for (const int64_t cols : {40, 257, 1024}) casts(rows, cols, dtype), activations(rows, cols, dtype);
       for (const int64_t cols : {40, 257, 1024, 4096, 16384}) norms(rows, cols, dtype);
       for (const int64_t features : {24, 130}) rotations(rows, features, dtype), packed_rows(rows, features, dtype);
+      for (const int64_t cols : {40, 257}) dropouts(rows, cols, dtype);
       for (const int64_t keys : {24, 130, 1000, 4104, 16400}) softmaxes(std::min<int64_t>(rows, 5), keys, dtype);
       std::printf("%d calls\n", calls), std::fflush(stdout);
     }

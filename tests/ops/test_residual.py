@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from emulated import BF16, F32
+from flax import nnx
 
+import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import autocast, testing
-from transformer_engine_jax.flax import MultiHeadAttention
+from transformer_engine_jax.flax import MultiHeadAttention, TransformerLayer
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
@@ -103,9 +105,55 @@ def test_attention_hands_its_input_past_the_norm_only_where_it_is_added(residual
         assert norms_that_add(step, x, x) == [residual]
 
 
+@pytest.mark.parametrize("rec", [None, emulated.DELAYED], ids=["high precision", "fp8"])
+def test_a_residual_that_is_added_later_has_its_gradient_in_the_norm(rec):
+    x, gamma, _, _, up, down, _ = (jnp.asarray(a) for a in ARRAYS)
+
+    def run(arrays, states, returns):
+        x, gamma, up, down = arrays
+        quantizers = states and tuple(emulated.quantizers(s, rec) for s in states)
+        y = layernorm_mlp(x, gamma, None, (up, down), quantizers=quantizers, return_input=returns)
+        y, past = y if returns else (y, x)
+        return jnp.sin(y) + past
+
+    def gradients(arrays, dy, returns):
+        y, vjp = jax.vjp(lambda a, s: run(a, s, returns), arrays, rec and [emulated.states() for _ in range(2)])
+        return y, *vjp(dy)
+
+    arrays, dy = [x, gamma, up, down], jnp.asarray(emulated.normal(6, X.shape)[0])
+    for returns in (True, False):
+        assert norms_that_add(lambda a, dy, r=returns: gradients(a, dy, r), arrays, dy) == [returns]
+    got, expected = (jax.jit(gradients, static_argnums=2)(arrays, dy, returns) for returns in (True, False))
+    testing.assert_close(got[:2], expected[:2], F32)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+def test_a_layers_norms_add_with_dropout_as_without(flavour, dropout, fp8):
+    fields = dict(hidden_size=64, mlp_hidden_size=96, num_attention_heads=4, attention_dropout=0.0)
+    x = jnp.asarray(X)
+    with autocast(fp8, emulated.RECIPES["current"]):
+        if flavour == "linen":
+            layer = TransformerLayer(hidden_dropout=dropout, **fields)
+            variables = layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+            run = lambda x: layer.apply(variables, x, rngs={"dropout": jax.random.key(2)})
+            step = lambda x, dy: jax.vjp(run, x)[1](dy)
+        else:
+            graph, state = nnx.split(te_nnx.TransformerLayer(hidden_dropout=dropout, rngs=nnx.Rngs(0), **fields))
+            product = lambda layer, x, dy: jnp.vdot(layer(x), dy)
+            step = lambda x, dy: nnx.grad(product, argnums=1)(nnx.merge(graph, state, copy=True), x, dy)
+        assert norms_that_add(step, x, x) == 2 * [True]
+        if dropout or fp8:  # else it is XLA's
+            assert f"f32[{','.join(map(str, X.shape))}] = add" not in str(jax.make_jaxpr(step)(x, x))
+
+
 def test_a_residual_unlike_the_result_is_named():
     x, _, kernel, *_ = (jnp.asarray(a) for a in ARRAYS)
     with pytest.raises(ValueError, match=r"residual: expected float32\[4, 8, 96\], as the result, got"):
         dense(x, kernel, residual=x)
     with pytest.raises(ValueError, match=r"residual: expected float32\[4, 8, 96\].* got bfloat16"):
         dense(x, kernel, residual=jnp.zeros((4, 8, 96), jnp.bfloat16))
+    with pytest.raises(ValueError, match="return_input: expected False where the residual is added"):
+        layernorm_mlp(x, None, None, (jnp.ones((64, 1, 8)), jnp.ones((8, 64))), norm_options=None, residual=True,
+                      return_input=True)  # fmt: skip

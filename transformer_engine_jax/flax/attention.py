@@ -39,6 +39,7 @@ from transformer_engine_jax.flax.dot_product_attention import DotProductAttentio
 from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
+from transformer_engine_jax.ops.dropout import Residual
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
 from transformer_engine_jax.precision import Product, in_fp8
@@ -108,7 +109,7 @@ class MultiHeadAttention(nn.Module):
         deterministic: bool = False,
         sequence_descriptor: SequenceDescriptor | None = None,
         rotary_pos_emb=None,
-        residual: bool = False,
+        residual: Residual = False,
     ):
         """inputs_q [B, Sq, h], inputs_kv [B, Sk, h] -> ([B, Sq, h], normed inputs_q or None).
 
@@ -125,7 +126,7 @@ class MultiHeadAttention(nn.Module):
           sequence_descriptor: the sequences of rows that are padded or packed; in place of a mask.
           rotary_pos_emb: RoPE in place of what the fields say: frequencies f32[F], F <= head_dim / 2, in radians per
             position, or angles f32[T, F] of the positions 0 to T - 1; or a pair, for queries and for keys.
-          residual: add inputs_q to the result, inside the output projection.
+          residual: add inputs_q to the result, inside the output projection; or a function that does, see Residual.
 
         Raises:
           ValueError: shapes or options do not fit.
@@ -167,8 +168,12 @@ class MultiHeadAttention(nn.Module):
             dtype=self.dtype,
             input_axes=self._axes("heads"),
             name="out",
-        )(jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context, past)
-        return constrain(checkpoint_name(out, "out_proj"), self._axes(between=True)), normed
+        )(
+            jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context,
+            past if residual is True else None,
+        )
+        out = constrain(checkpoint_name(out, "out_proj"), self._axes(between=True))
+        return residual(out, past) if callable(residual) else out, normed
 
     def _axes(self, features: str = "embed_activations", between: bool = False) -> tuple[str, ...]:
         """Logical axes of activations at a product or, sharded along the sequence, between products."""
@@ -253,7 +258,7 @@ class MultiHeadAttention(nn.Module):
             **{"name": "core_attention", **fields},
         )
 
-    def _project(self, inputs_q, inputs_kv, residual: bool, split: bool):
+    def _project(self, inputs_q, inputs_kv, residual: Residual, split: bool):
         """([query, key, value], normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
 
         Not split, they are one [.., 3, heads * head_dim]. Those of self-attention share one quantized copy of the
@@ -282,7 +287,7 @@ class MultiHeadAttention(nn.Module):
         return outputs, normed if self.return_layernorm_output else None, inputs_q if residual else None
 
     @nn.nowrap
-    def _project_together(self, x, layout, residual: bool, split: bool):
+    def _project_together(self, x, layout, residual: Residual, split: bool):
         fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(features)) for _, features, _ in layout])
         fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
         parts = [
@@ -298,7 +303,7 @@ class MultiHeadAttention(nn.Module):
                 [part.bias for part in parts],
                 norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
                 quantizers=[part.quantizers for part in parts] if fp8 else None,
-                return_input=residual,
+                return_input=bool(residual),
                 split=split,
             )
         results = named_results(results, [(name, features) for name, features, _ in layout], split)

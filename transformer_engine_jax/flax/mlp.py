@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.dropout import drop
 from transformer_engine_jax.flax.base import (
     Fp8Module,
     canonical_tuple,
@@ -23,7 +22,8 @@ from transformer_engine_jax.flax.base import (
 )
 from transformer_engine_jax.ops.activation import activation, fused_activation
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm, norm
+from transformer_engine_jax.ops.dropout import Residual, drop
+from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.precision import in_fp8, mlp_products
 from transformer_engine_jax.quantized import keep
@@ -80,11 +80,12 @@ class LayerNormMLP(Fp8Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, deterministic: bool = False, residual: bool = False
+        self, x: jax.Array, deterministic: bool = False, residual: Residual = False
     ) -> tuple[jax.Array | None, ...]:
         """x[.., h] -> ([.., h] in x's dtype, [.., h] or None).
 
-        deterministic: switches dropout off. residual: add x to the result, inside the second product.
+        deterministic: switches dropout off. residual: add x to the result, inside the second product; or a function
+        that does, see Residual.
         """
         x = jnp.asarray(x)
         if self.axis not in (-1, x.ndim - 1, (-1,)):
@@ -119,12 +120,16 @@ class LayerNormMLP(Fp8Module):
                     norm_options=options,
                     quantizers=(first, second) if fp8 else None,
                     names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
-                    residual=residual,
+                    residual=residual is True,
+                    return_input=callable(residual),
                 )
+                y, past = y if callable(residual) else (y, None)
             else:
-                normed = x if options is None else norm(options, x, gamma, beta)
-                y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, x if residual else None)
+                normed, past = norm_and_input(options, x, gamma, beta, bool(residual))
+                added = past if residual is True else None
+                y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, added)
         y, returned = keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
+        y = residual(y, past) if callable(residual) else y
         return (y, bias, returned) if self.return_bias else (y, returned)
 
     def _make_kernels(self, hidden: int, count: int):

@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.dropout import drop
 from transformer_engine_jax.flax.attention import MultiHeadAttention
 from transformer_engine_jax.flax.attention_stages import adapts
 from transformer_engine_jax.flax.base import check_common, check_dims, check_positive, check_rate, one_of
@@ -19,6 +18,7 @@ from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.flax.mlp import LayerNormMLP
 from transformer_engine_jax.flax.relative_positions import RelativePositionBiases
 from transformer_engine_jax.ops.attention import SequenceDescriptor
+from transformer_engine_jax.ops.dropout import Residual, drop_and_add
 from transformer_engine_jax.sharding import activation_axes, constrain
 
 
@@ -210,11 +210,6 @@ class TransformerLayer(nn.Module):
         check_inputs(self, inputs, encoded, of_encoded)
         inputs = self._constrained(inputs)
         post = self.apply_residual_connection_post_layernorm
-        # Where nothing happens on the way, products add the residual themselves; one sharded along the sequence would
-        # be gathered for that.
-        whole = not self.enable_sequence_parallel
-        plain = not post and whole and (deterministic or self.hidden_dropout == self.drop_path == 0)
-
         attend = self._attention(
             "self_attention" if decoder else "attention",
             input_layernorm=not self.output_layernorm,
@@ -229,27 +224,32 @@ class TransformerLayer(nn.Module):
         )
         cached_key = attend.get_variable("cache", "cached_key") if decode else None
         length = attended_length(self, inputs, cached_key, max_decode_length)
+        add = self._addition(deterministic)
         attended, normed = attend(
             inputs, inputs, attention_mask, summed_bias(self._position_bias(length), core_attention_bias),
             decode=decode, deterministic=deterministic, sequence_descriptor=sequence_descriptor,
-            rotary_pos_emb=rotary_pos_emb, residual=plain,
+            rotary_pos_emb=rotary_pos_emb, residual=not post and add,
         )  # fmt: skip
-        x = attended if plain else self._residual(attended, normed if post else inputs, deterministic)
+        x = add(attended, normed) if post else attended
 
         if decoder:
             masked = any(value is not None for value in of_encoded.values())
             cross = self._attention("encoder_decoder_attention", attn_mask_type="padding" if masked else "no_mask")
+            add = self._addition(deterministic)
             attended, normed = cross(
                 x, encoded, encoder_decoder_mask,
                 decode=decode, deterministic=deterministic, sequence_descriptor=encoder_decoder_sequence_descriptor,
-                residual=plain,
+                residual=not post and add,
             )  # fmt: skip
-            x = attended if plain else self._residual(attended, normed if post else x, deterministic)
+            x = add(attended, normed) if post else attended
 
-        plain = plain and not self.parallel_attention_mlp
-        source = inputs if self.parallel_attention_mlp else x
-        fed, normed = self._mlp()(source, deterministic=deterministic, residual=plain)
-        x = self._constrained(fed) if plain else self._residual(fed, normed if post else x, deterministic)
+        add = self._addition(deterministic)
+        if self.parallel_attention_mlp:
+            fed, _ = self._mlp()(inputs, deterministic=deterministic)
+            x = self._constrained(x + fed) if add is True else add(fed, x)
+        else:
+            fed, normed = self._mlp()(x, deterministic=deterministic, residual=not post and add)
+            x = add(fed, normed) if post else self._constrained(fed)
 
         if self.output_layernorm:
             x = LayerNorm(
@@ -343,12 +343,14 @@ class TransformerLayer(nn.Module):
         axes = dict(transposed=self.transpose_batch_sequence, sequence_parallel=self.enable_sequence_parallel)
         return constrain(x, activation_axes(**axes))
 
-    def _residual(self, branch, residual, deterministic: bool) -> jax.Array:
-        """residual + branch, with dropout of features and of whole samples (stochastic depth) on the branch."""
-        if self.hidden_dropout > 0 and not deterministic:
-            branch = drop(branch, self.make_rng(self.dropout_rng_name), self.hidden_dropout, self.hidden_dropout_dims)
-        if self.drop_path > 0 and not deterministic:
-            batch = 1 if self.transpose_batch_sequence else 0
-            others = tuple(axis for axis in range(branch.ndim) if axis != batch)
-            branch = drop(branch, self.make_rng(self.dropout_rng_name), self.drop_path, others)
-        return self._constrained(residual + branch)
+    def _addition(self, deterministic: bool) -> Residual:
+        """How a residual connection adds: with dropout of features and of whole samples (stochastic depth) on its way.
+
+        Where nothing happens on the way, products do; one sharded along the sequence would be gathered for that.
+        """
+        others = (0, 2) if self.transpose_batch_sequence else (1, 2)  # a sample is kept or dropped as a whole
+        dropouts = ((self.hidden_dropout, self.hidden_dropout_dims), (self.drop_path, others))
+        keyed = [(self.make_rng(self.dropout_rng_name), *d) for d in dropouts if d[0] > 0 and not deterministic]
+        if not (keyed or self.apply_residual_connection_post_layernorm or self.enable_sequence_parallel):
+            return True
+        return lambda branch, residual: self._constrained(drop_and_add(branch, residual, keyed))

@@ -37,6 +37,7 @@ from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
+from transformer_engine_jax.ops.dropout import Residual
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
 from transformer_engine_jax.precision import Product, in_fp8
@@ -237,7 +238,7 @@ class MultiHeadAttention(Fp8Module):
         sequence_descriptor: SequenceDescriptor | None = None,
         rotary_pos_emb=None,
         attn_mask_type: str | None = None,
-        residual: bool = False,
+        residual: Residual = False,
     ):
         """inputs_q [B, Sq, in_features], inputs_kv [B, Sk, in_kv_features] -> ([B, Sq, in_features], its norm or None).
 
@@ -273,8 +274,9 @@ class MultiHeadAttention(Fp8Module):
         )  # fmt: skip
         context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
         context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
-        out = self.out(context, past)
-        return constrain(checkpoint_name(out, "out_proj"), self._axes(between=True)), normed
+        out = self.out(context, past if residual is True else None)
+        out = constrain(checkpoint_name(out, "out_proj"), self._axes(between=True))
+        return residual(out, past) if callable(residual) else out, normed
 
     def _turned(self, query, key, value, is_self: bool, turns, decode: bool, sequences):
         """([query, key, value] turned and normed, in decoding those of the cache; the first token's place in it)."""
@@ -312,7 +314,7 @@ class MultiHeadAttention(Fp8Module):
             x = l2norm(x, self.qk_norm_epsilon) if norm is None else norm(x)
         return rotated(self, turn, x, at) if self.qk_norm_before_rope else x
 
-    def _project(self, inputs_q, inputs_kv, residual: bool, split: bool):
+    def _project(self, inputs_q, inputs_kv, residual: Residual, split: bool):
         """([query, key, value], normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
 
         Not split, they are one [.., 3, heads * head_dim]. Those of self-attention share one quantized copy of the
@@ -332,7 +334,7 @@ class MultiHeadAttention(Fp8Module):
             outputs = [part for y, p in zip(outputs, projections) for part in unstacked(y, p.features)]
         return outputs, normed if self.return_layernorm_output else None, inputs_q if residual else None
 
-    def _project_together(self, x, names, projections, residual: bool, split: bool):
+    def _project_together(self, x, names, projections, residual: Residual, split: bool):
         kernels_and_biases = [projection._kernel_and_bias() for projection in projections]
         fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(projection.features)) for projection in projections])
         quantizers, unused = zip(*[projection.gemm_quantizers("gemm", fp8) for projection in projections])
@@ -346,7 +348,7 @@ class MultiHeadAttention(Fp8Module):
                 [bias for _, bias in kernels_and_biases],
                 norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
                 quantizers=quantizers if fp8 else None,
-                return_input=residual,
+                return_input=bool(residual),
                 split=split,
             )
         results = named_results(results, [(name, p.features) for name, p in zip(names, projections)], split)

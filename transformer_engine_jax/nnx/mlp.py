@@ -17,7 +17,8 @@ from transformer_engine_jax.initializers import default_kernel_init, flat_kernel
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropped, dropping, make_dropout, module
 from transformer_engine_jax.ops.activation import activation, fused_activation
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm, norm
+from transformer_engine_jax.ops.dropout import Residual
+from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.precision import in_fp8, mlp_products
 from transformer_engine_jax.quantized import keep
@@ -112,12 +113,12 @@ class LayerNormMLP(Fp8Module):
             self.make_fp8_state(f"gemm_{number}")
 
     def __call__(
-        self, x: jax.Array, deterministic: bool | None = None, residual: bool = False
+        self, x: jax.Array, deterministic: bool | None = None, residual: Residual = False
     ) -> tuple[jax.Array | None, ...]:
         """x[.., in_features] -> ([.., in_features] in x's dtype, [.., in_features] or None).
 
         deterministic: switches dropout off; None is what model.train() and model.eval() said. residual: add x to the
-        result, inside the second product.
+        result, inside the second product; or a function that does.
         """
         x = constrain(jnp.asarray(x), self.layernorm_input_axes)
         check_dims(self, "intermediate_hidden_dropout_dims", x.ndim)
@@ -137,12 +138,15 @@ class LayerNormMLP(Fp8Module):
                     x, gamma, beta, tuple(kernels), tuple(biases), activations=self.activations,
                     activation_params=self.activation_params, norm_options=options,
                     quantizers=(first, second) if fp8 else None, names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
-                    residual=residual,
+                    residual=residual is True, return_input=callable(residual),
                 )  # fmt: skip
+                y, past = y if callable(residual) else (y, None)
             else:
-                normed = x if options is None else norm(options, x, gamma, beta)
-                y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, x if residual else None)
+                normed, past = norm_and_input(options, x, gamma, beta, bool(residual))
+                added = past if residual is True else None
+                y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, added)
         y, returned = keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
+        y = residual(y, past) if callable(residual) else y
         return (y, bias, returned) if self.return_bias else (y, returned)
 
     def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool, residual) -> jax.Array:

@@ -21,11 +21,12 @@ from transformer_engine_jax.flax.transformer import (
     summed_bias,
 )
 from transformer_engine_jax.nnx.attention import MultiHeadAttention
-from transformer_engine_jax.nnx.base import Fp8Module, dropped, dropping, make_dropout, module
+from transformer_engine_jax.nnx.base import Fp8Module, dropping, make_dropout, module
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.nnx.mlp import LayerNormMLP
 from transformer_engine_jax.nnx.relative_positions import RelativePositionBiases
 from transformer_engine_jax.ops.attention import SequenceDescriptor
+from transformer_engine_jax.ops.dropout import Residual, drop_and_add
 from transformer_engine_jax.sharding import activation_axes, constrain
 
 
@@ -232,30 +233,31 @@ class TransformerLayer(Fp8Module):
         check_inputs(self, inputs, encoded, of_encoded)
         inputs = self._constrained(inputs)
         post = self.apply_residual_connection_post_layernorm
-        # Where nothing happens on the way, products add the residual themselves; one sharded along the sequence would
-        # be gathered for that.
-        drops = any(dropping(dropout, deterministic) for dropout in (self.dropout, self.path_dropout))
-        plain = not (post or drops or self.enable_sequence_parallel)
         attend = self._own_attention()
         length = attended_length(self, inputs, attend.cached_key if decode else None, max_decode_length)
+        add = self._addition(deterministic)
         attended, normed = attend(
             inputs, None, attention_mask, summed_bias(self._position_bias(length), core_attention_bias),
             decode=decode, deterministic=deterministic, sequence_descriptor=sequence_descriptor,
-            rotary_pos_emb=rotary_pos_emb, residual=plain,
+            rotary_pos_emb=rotary_pos_emb, residual=not post and add,
         )  # fmt: skip
-        x = attended if plain else self._residual(attended, normed if post else inputs, deterministic)
+        x = add(attended, normed) if post else attended
         if self.layer_type is TransformerLayerType.DECODER:
             masked = any(value is not None for value in of_encoded.values())
+            add = self._addition(deterministic)
             attended, normed = self.encoder_decoder_attention(
                 x, encoded, encoder_decoder_mask,
                 decode=decode, deterministic=deterministic, sequence_descriptor=encoder_decoder_sequence_descriptor,
-                attn_mask_type="padding" if masked else "no_mask", residual=plain,
+                attn_mask_type="padding" if masked else "no_mask", residual=not post and add,
             )  # fmt: skip
-            x = attended if plain else self._residual(attended, normed if post else x, deterministic)
-        plain = plain and not self.parallel_attention_mlp
-        source = inputs if self.parallel_attention_mlp else x
-        fed, normed = self.mlp(source, deterministic=deterministic, residual=plain)
-        x = self._constrained(fed) if plain else self._residual(fed, normed if post else x, deterministic)
+            x = add(attended, normed) if post else attended
+        add = self._addition(deterministic)
+        if self.parallel_attention_mlp:
+            fed, _ = self.mlp(inputs, deterministic=deterministic)
+            x = self._constrained(x + fed) if add is True else add(fed, x)
+        else:
+            fed, normed = self.mlp(x, deterministic=deterministic, residual=not post and add)
+            x = add(fed, normed) if post else self._constrained(fed)
         return x if self.output_layernorm is None else self.output_layernorm(x)
 
     def _position_bias(self, length: int) -> jax.Array | None:
@@ -268,8 +270,10 @@ class TransformerLayer(Fp8Module):
         axes = dict(transposed=self.transpose_batch_sequence, sequence_parallel=self.enable_sequence_parallel)
         return constrain(x, activation_axes(**axes))
 
-    def _residual(self, branch, residual, deterministic: bool | None) -> jax.Array:
-        """residual + branch, with dropout of features and of whole samples (stochastic depth) on the branch."""
-        for dropout in (self.dropout, self.path_dropout):
-            branch = dropped(branch, dropout, deterministic)
-        return self._constrained(residual + branch)
+    def _addition(self, deterministic: bool | None) -> Residual:
+        """How a residual connection adds; as the Linen module's."""
+        dropouts = [d for d in (self.dropout, self.path_dropout) if dropping(d, deterministic)]
+        keyed = [(d.rngs(), d.rate, d.broadcast_dims) for d in dropouts]
+        if not (keyed or self.apply_residual_connection_post_layernorm or self.enable_sequence_parallel):
+            return True
+        return lambda branch, residual: self._constrained(drop_and_add(branch, residual, keyed))

@@ -69,6 +69,7 @@ class _Static(NamedTuple):
     dense_1: Dense
     dense_2: Dense
     name: str  # of the first product, for checkpoint policies
+    return_input: bool
 
 
 def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2, quantizers):
@@ -85,7 +86,7 @@ def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, ker
     y, saved_2 = dense_forward(
         static.dense_2, cast_a, kernel_2, bias_2, main_grad_2, quantizers_2, x if static.dense_2.residual else None
     )
-    return y, (norm_saved, saved_1, z, bias_1, saved_2)
+    return (y, x if static.return_input else None), (norm_saved, saved_1, z, bias_1, saved_2)
 
 
 def _second_kernel_last(static: _Static, saved: Saved, cast_dy: Cast) -> bool:
@@ -102,8 +103,10 @@ def _second_kernel_last(static: _Static, saved: Saved, cast_dy: Cast) -> bool:
     return 1.5 < gradient / (saved.x_t.data.nbytes + cast_dy.q_t.data.nbytes) < 2.5
 
 
-def _backward(static: _Static, residuals, dy):
+def _backward(static: _Static, residuals, cotangents):
     norm_saved, saved_1, z, bias_1, saved_2 = residuals
+    dy, past = cotangents
+    past = dy if static.dense_2.residual else past
     cast_dy = quantize_gradient(static.dense_2, saved_2, dy)
 
     def through_activation(da):
@@ -118,7 +121,6 @@ def _backward(static: _Static, residuals, dy):
     )
     dx, parameters_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
     dgamma = dbeta = None
-    past = dy if static.dense_2.residual else None
     if static.norm is not None:
         dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
     elif past is not None:
@@ -142,7 +144,8 @@ def layernorm_mlp(
     quantizers: tuple[GemmQuantizers, GemmQuantizers] | None = None,
     names: tuple[str, str] = ("ffn1", "ffn2"),
     residual: bool = False,
-) -> jax.Array:
+    return_input: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """activation(norm(x[.., K]) @ kernels[0][K, A, N] + biases[0][A, N]) @ kernels[1][N, n..] + biases[1][n..].
 
     Args:
@@ -154,9 +157,10 @@ def layernorm_mlp(
       quantizers: of the two products; None computes in x's precision.
       names: checkpoint names of the two products' results.
       residual: add x to the result; in FP8 inside the second product, and to the gradient inside the norm's backward.
+      return_input: return (that, x), as `layernorm_dense` does: for a residual that is added later.
 
     Raises:
-      ValueError: the shapes do not fit.
+      ValueError: the shapes do not fit, or both residual and return_input.
     """
     x, gamma, beta, bias_1, bias_2 = arrays(x, gamma, beta, *biases)
     (kernel_1, main_grad_1), (kernel_2, main_grad_2) = [unpacked("layernorm_mlp", kernel) for kernel in kernels]
@@ -172,11 +176,13 @@ def layernorm_mlp(
     check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1)
     if norm_options is not None:
         norm_options = check_norm("layernorm_mlp", norm_options, x, gamma, beta)
+    if residual and return_input:
+        raise ValueError("layernorm_mlp: return_input: expected False where the residual is added, got True")
     if residual:
         check_residual("layernorm_mlp", x, (*x.shape[:-1], *kernel_2.shape[1:]), x.dtype)
     if quantizers is None or quantizers[0].x.spec.calibrating or fused is None:
         first, second = quantizers or (None, None)
-        normed, past = norm_and_input(norm_options, x, gamma, beta, return_input=residual)
+        normed, past = norm_and_input(norm_options, x, gamma, beta, residual or return_input)
         kernel_1 = kernels[0]
         if fused is not None:  # plain JAX has tangents and second derivatives, which gradients_at_once has not
             normed, kernel_1 = gradients_at_once(normed, kernel_1)
@@ -186,12 +192,15 @@ def layernorm_mlp(
         by_kernels = fused is not None
         z = checkpoint_name(dense(normed, kernel_1, in_product, quantizers=first, by_kernels=by_kernels), names[0])
         a = activation(z, activations, activation_params, in_activation)
-        y = dense(a, kernels[1], bias_2, quantizers=second, residual=past, by_kernels=by_kernels)
-        return checkpoint_name(y, names[1])
+        added = past if residual else None
+        y = dense(a, kernels[1], bias_2, quantizers=second, residual=added, by_kernels=by_kernels)
+        y = checkpoint_name(y, names[1])
+        return (y, past) if return_input else y
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
     dense_1, dense_2 = Dense.of(x, kernel_1, bias_1, 1, adds=adds_1), Dense.of(x, kernel_2, bias_2, 1, residual, adds_2)
-    static = _Static(norm_options, fused, dense_1, dense_2, names[0])
+    static = _Static(norm_options, fused, dense_1, dense_2, names[0], return_input)
     parameters = kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2
-    y = _fp8_layernorm_mlp(static, x, gamma, beta, *parameters, quantizers)
-    return checkpoint_name(y, names[1])
+    y, past = _fp8_layernorm_mlp(static, x, gamma, beta, *parameters, quantizers)
+    y = checkpoint_name(y, names[1])
+    return (y, past) if return_input else y
