@@ -54,12 +54,13 @@ class Decoder(nn.Module):
 
 
 CASES = {
-    "dropout": ("dp and tp", partial(Layer, hidden_dropout_dims=(1,), drop_path=0.1)),
+    "dropout": ("dp and tp", partial(Layer, intermediate_dropout=0.1)),
+    "dropout of whole axes": ("dp and tp", partial(Layer, hidden_dropout_dims=(1,), drop_path=0.1)),
     "llama": (
         "fsdp and tp",
         partial(Layer, **still, num_gqa_groups=2, mlp_activations=("silu", "linear"), layernorm_type="rmsnorm"),
     ),
-    "sequence": ("sequence", partial(Layer, **still, use_bias=True, enable_sequence_parallel=True)),
+    "sequence": ("sequence", partial(Layer, attention_dropout=0.0, use_bias=True, enable_sequence_parallel=True)),
     "learnable": ("dp and tp", partial(Layer, **still, softmax_type="learnable")),
     "lora": ("fsdp and tp", partial(Layer, **still, low_rank_adaptation_scope="all")),
     "scan": ("fsdp and tp", Scanned),
