@@ -9,7 +9,7 @@ from flax import nnx
 
 import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import autocast, testing
-from transformer_engine_jax.flax import MultiHeadAttention, TransformerLayer
+from transformer_engine_jax.flax import LayerNormMLP, MultiHeadAttention, TransformerLayer
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
@@ -146,6 +146,19 @@ def test_a_layers_norms_add_with_dropout_as_without(flavour, dropout, fp8):
         assert norms_that_add(step, x, x) == 2 * [True]
         if dropout or fp8:  # else it is XLA's
             assert f"f32[{','.join(map(str, X.shape))}] = add" not in str(jax.make_jaxpr(step)(x, x))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_an_mlps_norm_adds_under_sequence_parallelism_too(fp8):
+    layer = LayerNormMLP(intermediate_dim=96, dot_1_input_axes=("batch", "seqlen", "embed_activations"))
+    x = jnp.asarray(X)
+    with autocast(fp8, emulated.RECIPES["current"]):
+        variables = layer.init(jax.random.key(0), x)
+        for residual in (False, True, lambda y, x: jnp.sin(y) + x):
+            step = lambda x, dy, r=residual: jax.vjp(lambda x: layer.apply(variables, x, residual=r)[0], x)[1](dy)
+            assert norms_that_add(step, x, x) == [bool(residual)]
+        y = layer.apply(variables, x)[0]
+        testing.assert_close(layer.apply(variables, x, residual=residual)[0], jnp.sin(y) + x, F32)
 
 
 def test_a_residual_unlike_the_result_is_named():

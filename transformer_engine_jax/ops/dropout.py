@@ -89,17 +89,17 @@ _dropout = differentiable(_forward, _backward)
 
 
 def drop(x, key, rate: float, broadcast_dims: Sequence[int] = (), residual=None) -> jax.Array:
-    """x with zeros at a rate of `rate` and the rest divided by 1 - rate, the rate to 16 bits; + residual.
+    """x with zeros at a rate of `rate` and the rest divided by 1 - rate; + residual.
 
     Args:
       x: f32, f16 or bf16, with an axis or more.
       key: of jax.random; it draws the same whatever the sharding.
-      rate: in [0, 1).
+      rate: in [0, 1), rounded to 16 bits where values are dropped one by one.
       broadcast_dims: axes along which all is dropped or nothing.
       residual: as x, or None.
     """
-    threshold = min(round(rate * 2**_BITS), 2**_BITS - 1)
     if not broadcast_dims:
+        threshold = min(round(rate * 2**_BITS), 2**_BITS - 1)
         static = _Static(threshold, 2**_BITS / (2**_BITS - threshold), residual is not None)
         return _dropout(static, x, residual, jax.random.bits(key, (2,), jnp.uint32))
     alike = [axis % x.ndim for axis in broadcast_dims]
