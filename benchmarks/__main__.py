@@ -104,6 +104,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if name == "sharded":
             add("--devices", type=int, metavar="N", help="how many (default: all)")
             add("--axes", choices=list(sharded.AXES), default="auto", help="of the mesh: the compiler's, or in types")
+            add("--layouts", choices=list(sharded.LAYOUTS), nargs="+", default=list(sharded.LAYOUTS))
         if name == "layer":
             add("--no-floor", action="store_true", help="skip measuring what the layer could take at least")
             add(
@@ -148,7 +149,7 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
         return stack.run(args.config, against, args.kinds, args.layers, **timing)
     module = MODULES[args.what]
     if args.what == "sharded":
-        timing |= {"devices": args.devices, "axes": args.axes}
+        timing |= {"devices": args.devices, "axes": args.axes, "layouts": args.layouts}
     return module.run(args.config, chosen(args.against or module.CONTENDERS, module.CONTENDERS), **timing)
 
 

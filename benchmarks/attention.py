@@ -30,8 +30,9 @@ FP8_SCALE = 448 / 7
 BOTH = 3.5  # times the forward's operations: its two products and the backward's five, the scores anew among them
 
 
-def _options(query) -> Attention:
-    return Attention(scale=query.shape[-1] ** -0.5, causal=True)
+def _options(query, sinks=None) -> Attention:
+    softmax = "vanilla" if sinks is None else "learnable"
+    return Attention(scale=query.shape[-1] ** -0.5, causal=True, softmax_type=softmax)
 
 
 def _described(shape: Shape, promised: bool = True) -> te.SequenceDescriptor | None:
@@ -40,9 +41,11 @@ def _described(shape: Shape, promised: bool = True) -> te.SequenceDescriptor | N
     return make(segment_ids(shape), max_segments=most) if shape.documents > 1 else None
 
 
-def _ours(shape: Shape, query, key, value, promised: bool = True):
-    sequences = _described(shape, promised)
-    return dot_product_attention(query, key, value, options=_options(query), sequence_descriptor=sequences)
+def _ours(shape: Shape, query, key, value, sinks=None, promised: bool = True):
+    return dot_product_attention(
+        query, key, value,
+        options=_options(query, sinks), sequence_descriptor=_described(shape, promised), softmax_offset=sinks,
+    )  # fmt: skip
 
 
 def _ours_in_fp8(shape: Shape, query, key, value):
@@ -54,12 +57,12 @@ def _ours_in_fp8(shape: Shape, query, key, value):
     return dot_product_attention(query, key, value, quantizers=quantizers, **described)
 
 
-def _reference(shape: Shape, query, key, value):
-    options = _options(query)
+def _reference(shape: Shape, query, key, value, sinks=None):
+    options = _options(query, sinks)
     queries, keys = places(_described(shape), query.shape[1], key.shape[1], options)
     return attention_reference(
         options, query, key, value,
-        queries=queries, keys=keys, mask=None, bias=None, softmax_offset=None, dropout_key=None,
+        queries=queries, keys=keys, mask=None, bias=None, softmax_offset=sinks, dropout_key=None,
     )  # fmt: skip
 
 
@@ -71,34 +74,40 @@ def _jax_nn(implementation: str) -> Callable:
     return attend
 
 
-# Of (shape, query, key, value). te-mask: packed rows whose segment ids come without max_segments.
+# Of (shape, query, key, value), and with SINKS of a logit of each head besides, which draws attention to no token.
+# te-mask: packed rows whose segment ids come without max_segments.
+SINKS = ("te-sinks", "reference-sinks")
 CONTENDERS = {
     "te": _ours,
     "te-fp8": _ours_in_fp8,
+    "te-sinks": _ours,
     "te-mask": functools.partial(_ours, promised=False),
     "reference": _reference,
+    "reference-sinks": _reference,
     "jax-cudnn": _jax_nn("cudnn"),
     "jax-xla": _jax_nn("xla"),
 }
 
 
-def _operands(shape: Shape) -> list[jax.Array]:
-    """query, key, value and the cotangent of the output, bf16."""
+def _operands(shape: Shape, sinks: bool = False) -> list[jax.Array]:
+    """query, key, value, bf16, sinks, f32, and the cotangent of the output."""
     sizes = [shape.heads, shape.groups, shape.groups, shape.heads]
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [
+    *keys, key_of_sinks = jax.random.split(jax.random.key(0), 5)
+    *inputs, d_out = [
         jax.random.normal(key, (shape.batch, shape.seq, heads, shape.head), jnp.bfloat16)
         for key, heads in zip(keys, sizes)
     ]
+    return [*inputs, *([jax.random.normal(key_of_sinks, (shape.heads,))] if sinks else []), d_out]
 
 
 def _forward(attend: Callable) -> Callable:
-    return lambda q, k, v, _: attend(q, k, v)
+    return lambda *operands: attend(*operands[:-1])
 
 
 def _both(attend: Callable) -> Callable:
-    def call(q, k, v, d_out):
-        out, vjp = jax.vjp(attend, q, k, v)
+    def call(*operands):
+        *inputs, d_out = operands
+        out, vjp = jax.vjp(attend, *inputs)
         return out, vjp(d_out)
 
     return call
@@ -109,21 +118,32 @@ PASSES = {"forward": (_forward, 1.0), "forward+backward": (_both, BOTH)}
 
 def programs(shape: Shape, passes: str, against: list[str]) -> tuple[dict[str, Repeated], dict[str, str]]:
     """(what is to be timed, why others can't be)."""
-    operands = _operands(shape)
-    sets = operand_sets(operands, 3 * sum(x.nbytes for x in operands), most=4)
     wrap, _ = PASSES[passes]
-    makers = {
-        name: lambda name=name: Repeated(wrap(functools.partial(CONTENDERS[name], shape)), sets) for name in against
-    }
+
+    @functools.cache
+    def sets(sinks: bool):
+        operands = _operands(shape, sinks)
+        return operand_sets(operands, 3 * sum(x.nbytes for x in operands), most=4)
+
+    def make(name: str) -> Repeated:
+        return Repeated(wrap(functools.partial(CONTENDERS[name], shape)), sets(name in SINKS))
+
+    makers = {name: functools.partial(make, name) for name in against}
     return without_failures(makers, peer=lambda name: name.startswith("jax-"))
 
 
 def errors(shape: Shape, passes: str, against: Iterable[str]) -> dict[str, float]:
     """How far each contender is off from the reference."""
-    operands, (wrap, _) = _operands(shape), PASSES[passes]
-    expected = jax.jit(wrap(functools.partial(_reference, shape)))(*operands)
+    wrap, _ = PASSES[passes]
     found = {}
+
+    @functools.cache
+    def operands_and_expected(sinks: bool):
+        operands = _operands(shape, sinks)
+        return operands, jax.jit(wrap(functools.partial(_reference, shape)))(*operands)
+
     for name in against:
+        operands, expected = operands_and_expected(name in SINKS)
         got = jax.jit(wrap(functools.partial(CONTENDERS[name], shape)))(*operands)
         most = MOST_OFF_FP8 if name == "te-fp8" else MOST_OFF
         found[name] = within(most, leaf_most_off(got, expected), f"{name}, {passes} of {shape}")
@@ -136,10 +156,10 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
         shape = SHAPES[config]
         query, key, value, _ = (x for x in jax.eval_shape(lambda: _operands(shape)))
         sequences = _described(shape)
-        choice = lambda fp8: attention_backend(
-            _options(query), query, key, value, sequence_descriptor=sequences, fp8=fp8
+        choice = lambda fp8=False, sinks=None: attention_backend(
+            _options(query, sinks), query, key, value, sequence_descriptor=sequences, fp8=fp8
         )[0]
-        backends = {"te": choice(False), "te-fp8": choice(True), "te-mask": choice(False)}
+        backends = {"te": choice(), "te-fp8": choice(fp8=True), "te-mask": choice(), "te-sinks": choice(sinks=query)}
         for passes, (_, factor) in PASSES.items():
             ready, failed = programs(shape, passes, against)
             times = interleaved(ready, **timing)

@@ -21,6 +21,7 @@ from transformer_engine_jax.ops.layernorm import layernorm_bwd, layernorm_fwd, r
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, amax, dequantize, quantize, quantize_stack
 from transformer_engine_jax.ops.rope import rope, rope_frequencies
 from transformer_engine_jax.ops.softmax import softmax_bwd, softmax_fwd
+from transformer_engine_jax.ops.transpose import transpose
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 HIDDEN = (768, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 12288, 16384)
@@ -44,6 +45,7 @@ def cases(rows: int, hidden: int) -> Iterator[Case]:
         stacked = lambda *xs: quantize_stack(*xs, dtype=E5M2, q_t=True, colsum=True)
         yield "quantize q, k, v both ways + dbias", stacked, [x, x, x, scalar]
     yield "dequantize", lambda q, s: dequantize(q, s, dtype=BF16), [fp8, scalar]
+    yield "transpose of FP8", transpose, [fp8]
     yield (
         "cast of a weight both ways",
         lambda w, s: quantize(w, s, dtype=E4M3, q_t=True),

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -35,30 +35,45 @@ def same_document(shape: Shape) -> jax.Array | None:
 
 
 class FlaxLayer(nn.Module):
-    """A pre-norm Transformer layer as one writes it in Flax: f32 parameters, bf16 computation."""
+    """A pre-norm Transformer layer as one writes it in Flax: f32 parameters, bf16 computation, logical axes."""
 
     shape: Shape
     dot_general_cls: Any = None
+    enable_sequence_parallel: bool = False
+
+    # Of its kernels. In metadata of its own DenseGeneral can't have them on a mesh: it draws kernels of two axes.
+    AXES: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "qkv": ("embed", None, "heads", None),
+        "q": ("embed", "heads", None),
+        "kv": ("embed", None, "heads", None),
+        "out": ("heads", None, "embed"),
+        "gate": ("embed", "mlp"),
+        "up": ("embed", "mlp"),
+        "down": ("mlp", "embed"),
+    }
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         s = self.shape
+        between = ("batch", "seqlen_tp" if self.enable_sequence_parallel else "seqlen", None)
+        constrained = nn.with_logical_constraint
 
         def norm(x):
             kind = nn.RMSNorm if s.rmsnorm else nn.LayerNorm
-            return kind(epsilon=1e-6, dtype=jnp.bfloat16)(x)
+            return constrained(kind(epsilon=1e-6, dtype=jnp.bfloat16)(x), ("batch", "seqlen", None))
 
-        def product(x, features, axis=-1):
+        def product(name, x, features, axis=-1):
             extra = {} if self.dot_general_cls is None else {"dot_general_cls": self.dot_general_cls}
-            return nn.DenseGeneral(features, axis=axis, use_bias=s.biases, dtype=jnp.bfloat16, **extra)(x)
+            return nn.DenseGeneral(features, axis=axis, use_bias=s.biases, dtype=jnp.bfloat16, name=name, **extra)(x)
 
+        x = constrained(x, between)
         y = norm(x)
         if s.groups == s.heads:
-            qkv = product(y, (3, s.heads, s.head))
+            qkv = product("qkv", y, (3, s.heads, s.head))
             q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         else:
-            q = product(y, (s.heads, s.head))
-            kv = product(y, (2, s.groups, s.head))
+            q = product("q", y, (s.heads, s.head))
+            kv = product("kv", y, (2, s.groups, s.head))
             k, v = kv[:, :, 0], kv[:, :, 1]
         if s.rope:
             frequencies = rope_frequencies(s.head)
@@ -66,13 +81,23 @@ class FlaxLayer(nn.Module):
         attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, mask=same_document(s))
         drop = nn.Dropout(s.dropout, deterministic=False)
         y = attend(q, k, v, implementation="cudnn" if platform() == "gpu" else None)
-        x = x + drop(product(y, s.hidden, axis=(-2, -1)))
+        x = x + drop(constrained(product("out", y, s.hidden, axis=(-2, -1)), between))
         y = norm(x)
         if s.gated:
-            y = jax.nn.silu(product(y, s.mlp)) * product(y, s.mlp)
+            y = jax.nn.silu(product("gate", y, s.mlp)) * product("up", y, s.mlp)
         else:
-            y = jax.nn.gelu(product(y, s.mlp))
-        return x + drop(product(y, s.hidden))
+            y = jax.nn.gelu(product("up", y, s.mlp))
+        return x + drop(constrained(product("down", y, s.hidden), between))
+
+    @classmethod
+    def boxed(cls, variables):
+        """variables, with the logical axes of parameters."""
+
+        def of(path, x):
+            names = cls.AXES.get(path[-2].key, ()) if path[0].key == "params" else ()
+            return nn.LogicallyPartitioned(x, names[len(names) - x.ndim :]) if names else x
+
+        return jax.tree_util.tree_map_with_path(of, variables)
 
 
 def _options(shape: Shape) -> dict[str, Any]:

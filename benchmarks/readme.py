@@ -110,7 +110,8 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "layer": lambda r: r["contender"],
             "GPUs": lambda r: f"{r['devices']} x {r['layout']}" if r["devices"] > 1 else "1",
             "ms": lambda r: f"{r['ms']:.3g}",
-            "speed-up": lambda r: f"{r['speedup']:.2f}",
+            "of one GPU": lambda r: f"{r['speedup']:.2f}",
+            "speed-up": lambda r: f"{r['speedup_over_first']:.2f}" if "speedup_over_first" in r else "",
             "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
         },
     ),
@@ -145,7 +146,7 @@ def section(document: dict) -> str:
     """One result: what was run on what, and its rows."""
     _, columns = TABLES[document["benchmark"]]
     done = [row for row in document["rows"] if "skipped" not in row]
-    skipped = sorted({row["contender"] for row in document["rows"] if "skipped" in row})
+    skipped = sorted({row.get("contender") for row in document["rows"]} - {row.get("contender") for row in done})
     versions = document["versions"]
     said = ["cublas", "cudnn-cu13", "jax", "flax", "transformer-engine"]
     libraries = ", ".join(f"{name} {v}" for name in said if (v := versions.get(name) or versions.get(f"nvidia-{name}")))

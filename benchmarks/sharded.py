@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,13 +20,19 @@ import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 from benchmarks.compare import off
 from benchmarks.layer import gradients, temp_gib
-from benchmarks.peers import our_layer
+from benchmarks.peers import FlaxLayer, our_layer
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import interleaved
 from transformer_engine_jax import recipe
 
-CONTENDERS = {"te-bf16": None, "te-delayed": recipe.DelayedScaling(), "te-current": recipe.Float8CurrentScaling()}
-AXIS = "devices"
+# How a layer is made of a shape and fields, and the recipe it runs under.
+CONTENDERS = {
+    "flax": (FlaxLayer, None),
+    "te-bf16": (our_layer, None),
+    "te-delayed": (our_layer, recipe.DelayedScaling()),
+    "te-current": (our_layer, recipe.Float8CurrentScaling()),
+}
+AXIS, ONE = "devices", "one device"
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 CONTEXT = dict(context_parallel_axis=AXIS, context_parallel_causal_load_balanced=True)
 
@@ -61,11 +68,10 @@ LAYOUTS = {
 class Step:
     """A compiled step on a mesh: all gradients of a layer under a fixed random cotangent; keeps its FP8 state."""
 
-    def __init__(
-        self, shape: Shape, fp8: recipe.Recipe | None, layout: Layout, devices: list[jax.Device], axes: AxisType
-    ):
+    def __init__(self, name: str, shape: Shape, layout: Layout, devices: list[jax.Device], axes: AxisType):
         mesh = self.mesh = Mesh(np.array(devices), (AXIS,), axis_types=(axes,))
-        layer = our_layer(shape, **layout.fields)
+        make, fp8 = CONTENDERS[name]
+        layer = make(shape, **layout.fields)
         place = NamedSharding(mesh, layout.x)
 
         @contextlib.contextmanager
@@ -91,6 +97,7 @@ class Step:
         self.x, self.dy = normal(0), normal(1)
         with context():
             boxed = jax.eval_shape(layer.init, jax.random.key(2), self.x)
+            boxed = FlaxLayer.boxed(boxed) if name == "flax" else boxed
             sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, nn.get_logical_axis_rules())
             init = jax.jit(lambda key, x: nn.unbox(layer.init(key, x)), out_shardings=sharding)
             self.state, self.params = flax.core.pop(init(jax.random.key(2), self.x), "params")
@@ -112,11 +119,18 @@ class Step:
 
 
 def run(
-    configs: list[str], against: list[str], *, devices: int | None = None, axes: str = "auto", **timing
+    configs: list[str],
+    against: list[str],
+    *,
+    devices: int | None = None,
+    axes: str = "auto",
+    layouts: Iterable[str] = tuple(LAYOUTS),
+    **timing,
 ) -> Iterator[dict]:
-    """A row for each config, contender and layout: ms, ratio to one device, and how far its results are off.
+    """A row for each config, contender and layout: ms, ratios to one device and to the first contender, and errors.
 
-    devices: how many; None: all. axes: of the mesh, one of AXES. Raises SystemExit where there is only one device.
+    devices: how many; None: all. axes: of the mesh, one of AXES. layouts: some of LAYOUTS.
+    Raises SystemExit where there is only one device.
     """
     devices = jax.devices()[:devices]
     if len(devices) < 2:
@@ -125,30 +139,50 @@ def run(
             "XLA_FLAGS=--xla_force_host_platform_device_count=2 emulates them"
         )
     for config in configs:
+        steps: dict[tuple[str, str], Step] = {}
+        errors, skipped = {}, {}
         for name in against:
-            make = partial(Step, SHAPES[config], CONTENDERS[name])
-            one = make(Layout(te.MeshResource()), devices[:1], AxisType.Auto)
-            expected, steps, rows = one.results(), {"one device": one}, {}
-            for layout in LAYOUTS:
-                step = steps[layout] = make(LAYOUTS[layout], devices, AXES[axes])
+            make = partial(Step, name, SHAPES[config])
+            one = steps[name, ONE] = make(Layout(te.MeshResource()), devices[:1], AxisType.Auto)
+            expected = one.results()
+            for layout in layouts:
+                if why := lack(name, layout, axes):
+                    skipped[name, layout] = why
+                    continue
+                step = steps[name, layout] = make(LAYOUTS[layout], devices, AXES[axes])
                 got = step.results()
-                rows[layout] = {what: off(got[what], expected[what]) for what in expected}
-            timings = interleaved(steps, **timing)
-            for layout, errors in {"one device": {}, **rows}.items():
-                yield {
-                    "config": config,
-                    "contender": name,
-                    "devices": 1 if layout == "one device" else len(devices),
-                    "layout": layout,
-                    "ms": timings[layout].median,
-                    "spread": timings[layout].spread,
-                    "speedup": timings["one device"].median / timings[layout].median,
-                    "temp_gib": steps[layout].temp_gib,
-                } | {f"{what}_off": error for what, error in errors.items()}
+                errors[name, layout] = {f"{what}_off": off(got[what], expected[what]) for what in expected}
+        timings = interleaved(steps, **timing)
+        for name, layout in itertools.product(against, [ONE, *layouts]):
+            which = name, layout
+            row = {"config": config, "contender": name, "devices": 1 if layout == ONE else len(devices)}
+            row |= {"layout": layout}
+            if which in skipped:
+                yield row | {"skipped": skipped[which]}
+                continue
+            ms, spread = timings[which]
+            row |= {"ms": ms, "spread": spread, "speedup": timings[name, ONE].median / ms}
+            if (first := (against[0], layout)) in timings:
+                row |= {"speedup_over_first": timings[first].median / ms}
+            yield row | {"temp_gib": steps[which].temp_gib} | errors.get(which, {})
+
+
+def lack(name: str, layout: str, axes: str) -> str:
+    """Why a contender has no such layout, "" where it has."""
+    if name == "flax" and "context_parallel_axis" in LAYOUTS[layout].fields:
+        return "Flax and JAX have no attention of sharded sequences"
+    if name == "flax" and axes == "explicit":
+        return "Flax's modules do not say how products of sharded types lie"
+    return ""
 
 
 def line(row: dict) -> str:
     off = "".join(f"  {what} off {row[f'{what}_off']:.1e}" for what in ("output", "gradients") if f"{what}_off" in row)
     what = f"{row['config']:>6} {row['contender']:<11} {row['devices']} x {row['layout']:<18}"
-    speed = f"{row['ms']:8.3f} ms  x{row['speedup']:.2f}  +-{row['spread']:.1%}"
+    if "skipped" in row:
+        return f"{what} skipped: {row['skipped']}"
+    speed = f"{row['ms']:8.3f} ms  x{row['speedup']:.2f} of one device"
+    if "speedup_over_first" in row:
+        speed += f"  x{row['speedup_over_first']:.2f}"
+    speed += f"  +-{row['spread']:.1%}"
     return f"{what} {speed}  temp {row['temp_gib']:.2f} GiB{off}"

@@ -21,10 +21,15 @@
 
 namespace te {
 
+struct TransposeAttributes {
+  int64_t k_axes;
+};
+
 struct GemmAttributes {
   int64_t k_axes;
   bool split_accumulator;
   std::string_view k_first;
+  float c_scale;
   Buffers buffers;
 };
 
@@ -32,6 +37,7 @@ ffi::Error Quantize(cudaStream_t, In, In, Out, Out, Out, Out, Out, Out, Out, Qua
 ffi::Error QuantizeStack(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, Scaling);
 ffi::Error Measure(cudaStream_t, In, In, In, Out, Out);
 ffi::Error Dequantize(cudaStream_t, In, In, Out);
+ffi::Error Transpose(cudaStream_t, In, Out, TransposeAttributes);
 ffi::Error ActivationFwd(cudaStream_t, In, In, In, Out, Out, Out, Out, Out, ActivationAttributes);
 ffi::Error ActivationBwd(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, ActivationAttributes);
 ffi::Error Dropout(cudaStream_t, In, In, In, In, In, Out, DropoutAttributes);
@@ -152,6 +158,7 @@ void casts(int64_t rows, int64_t cols, DType dtype) {
   const In x = m.in(dtype, {rows, cols});
   check("measure", Measure(nullptr, x, x, m.none(), m.scalar(), m.nothing()));
   check("measure", Measure(nullptr, x, m.none(), m.none(), m.nothing(), m.out(kF32, {kBins})));
+  check("transpose", Transpose(nullptr, m.in(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}), {1}));
   check("dequantize", Dequantize(nullptr, m.in(kE5M2, {rows, cols}), m.in(kF32, {}), m.out(dtype, {rows, cols})));
 }
 
@@ -292,15 +299,15 @@ void products() {
   const int64_t rows = 40, cols = 36, k = 20;
   check("gemm", Gemm(nullptr, m.in(kE5M2, {rows, k}), m.in(kE5M2, {cols, k}), m.in(kF32, {}), m.in(kF32, {}),
                      m.in(kF32, {cols}), m.in(kBf16, {rows, cols}), m.in(kF32, {}), m.out(kE4M3, {rows, cols}),
-                     m.scalar(), m.bytes(kCublasLtScratch + (1 << 20)), {1, true, "", {}}));
+                     m.scalar(), m.bytes(kCublasLtScratch + (1 << 20)), {1, true, "", 1.f, {}}));
   for (const int64_t odd : {1, 15, 18, 44}) {
     check("gemm", Gemm(nullptr, m.in(kE4M3, {rows, odd}), m.in(kE4M3, {48, odd}), m.in(kF32, {}), m.in(kF32, {}),
                        m.none(), m.none(), m.none(), m.out(kBf16, {rows, 48}), m.nothing(),
-                       m.bytes(kCublasLtScratch + (1 << 20)), {1, true, "", {}}));
+                       m.bytes(kCublasLtScratch + (1 << 20)), {1, true, "", 1.f, {}}));
   }
   check("gemm", Gemm(nullptr, m.in(kE4M3, {64, 64}), m.in(kE4M3, {64, 64}), m.in(kF32, {}), m.in(kF32, {}),
                      m.in(kF32, {64}), m.none(), m.none(), m.out(kBf16, {64, 64}), m.nothing(),
-                     m.bytes(kCublasLtScratch + (1 << 20)), {1, false, "", {}}));
+                     m.bytes(kCublasLtScratch + (1 << 20)), {1, false, "", 1.f, {}}));
 }
 
 }  // namespace

@@ -95,7 +95,7 @@ def test_calls_of_te_gemm_are_found_in_a_compiled_program(monkeypatch):
     call = (
         '%ffi_call.{0} = (bf16[256,64], u8[33554688]) custom-call(%a, %b), custom_call_target="te_gemm", '
         "api_version=API_VERSION_TYPED_FFI, backend_config={{buffers = dense<[16, 2, 256, {1}]> : tensor<4xi64>, "
-        'k_axes = 1 : i64, k_first = "", split_accumulator = true}}'
+        'c_scale = 1.000000e+00 : f32, k_axes = 1 : i64, k_first = "", split_accumulator = true}}'
     )
     answers = {256: "m=256 f8 x f8: algorithm 2: 0.5 ms", 512: ""}  # the second has none: an empty product
     module = importlib.import_module("transformer_engine_jax.explain")  # te.explain is the function

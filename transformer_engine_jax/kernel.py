@@ -46,6 +46,7 @@ class Kernel:
         whole,
         reduce,
         once,
+        parts,
         by_shard,
         platforms,
         workspace,
@@ -59,7 +60,7 @@ class Kernel:
         self.reference, self.rule, self.name = reference, rule, reference.__name__
         self.operands, self.results = parse(rule)
         self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
-        self.by_shard, self.platforms, self.note = dict(by_shard), frozenset(platforms), note
+        self.parts, self.by_shard, self.platforms, self.note = dict(parts), dict(by_shard), frozenset(platforms), note
         self.aliases, self.prepared, self.layouts, self.optional = dict(aliases), prepared, layouts, frozenset(optional)
         parameters = inspect.signature(reference).parameters.values()
         operands = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
@@ -73,11 +74,11 @@ class Kernel:
             raise TypeError(f"{self.name}: the rule `{rule}` does not name {self.operand_names} -> {self.result_names}")
         operands, results = set(self.operand_names), set(self.result_names)
         unknown = {*self.reduce, *self.aliases.values(), *self.optional} - results
-        unknown |= {*self.once, *self.by_shard, *self.aliases} - operands
+        unknown |= {*self.once, *self.parts, *self.by_shard, *self.aliases} - operands
         unknown |= {*self.by_shard.values()} - operands - results
         if unknown:
             raise TypeError(
-                f"{self.name}: reduce/once/by_shard/aliases/optional name unknown buffers {sorted(unknown)}"
+                f"{self.name}: reduce/once/parts/by_shard/aliases/optional name unknown buffers {sorted(unknown)}"
             )
 
     def __call__(self, *operands, **attributes):
@@ -112,6 +113,7 @@ def kernel(
     whole: str | Callable[[dict], str] = "",
     reduce: Mapping[str, str] | None = None,
     once: Sequence[str] = (),
+    parts: Mapping[str, str] | None = None,
     by_shard: Mapping[str, str] | None = None,
     platforms: Sequence[str] = ("cpu", "cuda"),
     workspace: Callable[..., int] | None = None,
@@ -129,6 +131,7 @@ def kernel(
       reduce: result name -> "max", "sum" or "same" (on every shard), how shards of a result that lost a sharded axis
         are combined; or (another result, a function): that is asked for in its place, combined, and made into it.
       once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
+      parts: operand -> the attribute it is multiplied by: likewise, but each of n shards counts 1 / n of it.
       by_shard: seed -> buffer. A seed is an operand, a vector of integers, to whose first entry each shard adds its
         number, so that no two draw the same. The buffer's sharding alone says how the call is sharded: as a result of
         the forward and an operand of the backward pass it makes both draw the same.
@@ -145,8 +148,8 @@ def kernel(
       optional: results that an attribute of their name asks for, and that a call does without where nobody uses them.
     """
     return lambda reference: Kernel(
-        reference, rule, whole, reduce or {}, once, by_shard or {}, platforms, workspace, note, aliases or {}, prepared,
-        layouts, optional,
+        reference, rule, whole, reduce or {}, once, parts or {}, by_shard or {}, platforms, workspace, note,
+        aliases or {}, prepared, layouts, optional,
     )  # fmt: skip
 
 

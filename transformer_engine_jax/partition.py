@@ -86,14 +86,16 @@ def plan(call: Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Pla
     order = [r for r in call.kernel.result_names if r in given]
 
     def local(*args):
-        args = list(args)
+        args, of_each = list(args), dict(attributes)
         for i, name in enumerate(names):
+            if name in call.kernel.parts and summed:
+                of_each[call.kernel.parts[name]] /= jax.lax.axis_size(tuple(summed))
             if name in call.kernel.once and summed:
                 first = sum(jax.lax.axis_index(a) for a in summed) == 0
                 args[i] = jnp.where(first, args[i], jnp.zeros_like(args[i]))
             if name in call.kernel.by_shard and sharded:
                 args[i] = args[i].at[0].add(jax.lax.axis_index(tuple(sharded)).astype(args[i].dtype))
-        of_shard = dict(zip(order, run(call._replace(attributes=tuple(attributes.items())), *args)))
+        of_shard = dict(zip(order, run(call._replace(attributes=tuple(of_each.items())), *args)))
         out = [_combine(call, name, of_shard[name], lost[r]) for name, (r, _) in zip(given, results)]
         return tuple(instead[r][1](x) if r in instead else x for x, (r, _) in zip(out, results))
 

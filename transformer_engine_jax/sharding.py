@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from transformer_engine_jax.autocast import MeshResource, current
@@ -16,6 +19,11 @@ from transformer_engine_jax.partition import names_of
 # parallelism splits), act and qkv (the stacked products), lora.
 
 Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]
+
+# In place of a logical axis: sharded as it is.
+FREE = PartitionSpec.UNCONSTRAINED
+# Of each axis of an array its logical axis; a tuple is the mesh axes themselves, None is not sharded.
+Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 def logical_axis_rules(resource: MeshResource) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
@@ -34,6 +42,12 @@ def logical_axis_rules(resource: MeshResource) -> tuple[tuple[str, str | tuple[s
         ("lora", None),
         ("relpos_buckets", None),
     )
+
+
+def tensor_parallel() -> bool:
+    """Whether the MeshResource in force splits kernels over several devices."""
+    resource = current().mesh_resource
+    return jax.sharding.get_abstract_mesh().shape.get(resource.tp_resource or resource.tpsp_resource, 1) > 1
 
 
 def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
@@ -61,39 +75,136 @@ def activation_axes(
     return (seqlen, "batch", features) if transposed else ("batch", seqlen, features)
 
 
-def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """x, sharded over the mesh as its logical axes say; x itself where no mesh or no rule is in force.
 
     Rules are those of flax.linen.logical_axis_rules where set, and else those of the MeshResource.
 
     Raises:
-      ValueError: axes are given, but not one for each axis of x.
+      ValueError: axes are given, but not one for each axis of x, or one twice.
     """
     if not axes:
         return x
     if len(axes) != x.ndim:
         raise ValueError(f"constrain: expected {x.ndim} logical axes for x{list(x.shape)}, got {tuple(axes)}")
-    rules = tuple(nn.get_logical_axis_rules()) or logical_axis_rules(current().mesh_resource)
+    names = [name for name in axes if isinstance(name, str)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"constrain: expected each logical axis once, got {tuple(axes)}")
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.are_all_axes_manual:
-        return nn.with_logical_constraint(x, tuple(axes)) if mesh.empty else x
-    with nn.logical_axis_rules(rules):
-        spec = nn.logical_to_mesh_axes(tuple(axes))
+        return _flax().with_logical_constraint(x, tuple(axes)) if mesh.empty and _flax() else x
+    spec = _spec(axes)
     # To be whole along the sequence says something where it may be sharded between the products.
-    gathers = "seqlen" in axes and any(name == "seqlen_tp" and to for name, to in rules)
-    if all(entry is None for entry in spec) and not gathers:
+    gathers = "seqlen" in axes and any(name == "seqlen_tp" and to for name, to in _rules())
+    if all(entry in (None, FREE) for entry in spec) and not gathers:
         return x
-    free = [name == "batch" and entry is None for name, entry in zip(axes, spec)]  # its owner has it as it is
+    # A batch's owner has it as it is.
+    free = [name is FREE or (name == "batch" and entry is None) for name, entry in zip(axes, spec)]
     if mesh.explicit_axes:
         own = jax.typeof(x).sharding.spec
         given = [o if f else _among(s, mesh.explicit_axes) for f, o, s in zip(free, own, spec)]
         x = jax.sharding.reshard(x, PartitionSpec(*given))
     if mesh.auto_axes:
-        given = [PartitionSpec.UNCONSTRAINED if f else _among(s, mesh.auto_axes) for f, s in zip(free, spec)]
+        given = [FREE if f else _among(s, mesh.auto_axes) for f, s in zip(free, spec)]
         x = jax.lax.with_sharding_constraint(x, PartitionSpec(*given))
     return x
+
+
+def _flax():
+    """flax.linen, whose rules hold where it is imported; None elsewhere, for ops need no Flax."""
+    return sys.modules.get("flax.linen")
+
+
+def _rules() -> Rules:
+    rules = _flax().get_logical_axis_rules() if _flax() else ()
+    return tuple(rules) or logical_axis_rules(current().mesh_resource)
+
+
+def _spec(axes: Axes) -> PartitionSpec:
+    """By the first rule of each logical axis whose mesh axes are free, as flax.linen.logical_to_mesh_axes has it."""
+    found = {name: name for name in axes if not isinstance(name, str)}
+    used = {name for entry in axes if isinstance(entry, tuple) for name in entry}
+    for name, to in _rules():
+        if name in axes and name not in found and not used.intersection(names_of(to)):
+            found[name] = to
+            used.update(names_of(to))
+    return PartitionSpec(*[found.get(name) for name in axes])
 
 
 def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str]) -> tuple[str, ...] | None:
     """An entry of a partition spec, of these mesh axes alone."""
     return tuple(name for name in names_of(entry) if name in axes) or None
+
+
+class SequenceShards(NamedTuple):
+    """How products that gather the shards of a sequence, and scatter what they give, see it: [n, B, S / n, ..].
+
+    So the shards lie one after another, as collectives have them. In [B, S, ..] XLA would transpose what is exchanged.
+    """
+
+    axis: int = 0  # of the sequence
+    names: tuple[str, ...] = ()  # mesh axes over which it is gathered and scattered; none: it stays where it is
+    count: int = 1  # of the shards
+    others: tuple[str, ...] = ()  # mesh axes over which it is sharded throughout
+    outside: int = 1  # of such shards
+
+    @classmethod
+    def of(cls, x, between: Axes, whole: Axes) -> SequenceShards:
+        """Of x[.., S, ..]; between, whole: the logical axes of its tokens before or behind products, and in them."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or len(between) != len(whole):
+            return cls()
+        sizes = {name: mesh.shape[name] for name in mesh.axis_names if name not in mesh.manual_axes}
+        found = []
+        for axis, entries in enumerate(zip(_spec(whole), _spec(between))):
+            outer, inner = (
+                [n for n in names_of(entry) if n in sizes] if entry is not FREE else [] for entry in entries
+            )
+            if len(inner) > len(outer) and inner[: len(outer)] == outer:
+                gathered = inner[len(outer) :]
+                count, outside = (math.prod(sizes[name] for name in of) for of in (gathered, outer))
+                found.append(cls(axis, tuple(gathered), count, tuple(outer), outside))
+        if len(found) != 1:
+            return cls()
+        (shards,) = found
+        divides = x.shape[shards.axis] % (shards.count * shards.outside) == 0
+        splits = shards.outside == 1 or not mesh.explicit_axes  # where shardings are types, reshape does not
+        return shards if shards.gathered and divides and splits else cls()
+
+    @property
+    def gathered(self) -> bool:
+        """Whether products see more of it than there is between them."""
+        return self.count > 1
+
+    @property
+    def _behind(self) -> bool:
+        """Whether shards are to be put in front, or are there."""
+        return self.gathered and (self.axis > 0 or self.outside > 1)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[n, B, S / n, ..] of [B, S, ..]. Where S is sharded, nothing moves."""
+        if not self._behind:
+            return x
+        before, (size, *after) = x.shape[: self.axis], x.shape[self.axis :]
+        outside = (self.outside,) * (self.outside > 1)
+        x = x.reshape(*before, *outside, self.count, size // (self.count * self.outside), *after)
+        x = jnp.moveaxis(x, self.axis + len(outside), 0)
+        return x.reshape(self.count, *before, size // self.count, *after)
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """[B, S, ..] of [n, B, S / n, ..]."""
+        if not self._behind:
+            return x
+        before, (size, *after) = x.shape[1 : self.axis + 1], x.shape[self.axis + 1 :]
+        outside = (self.outside,) * (self.outside > 1)
+        x = x.reshape(self.count, *before, *outside, size // self.outside, *after)
+        x = jnp.moveaxis(x, 0, self.axis + len(outside))
+        return x.reshape(*before, size * self.count, *after)
+
+    def axes(self, axes: Axes, *, between: bool = False) -> Axes:
+        """The logical axes of what is split, from those it has."""
+        if not (self._behind and axes):
+            return tuple(axes)
+        if not between:
+            return (None, *axes)
+        return (self.names, *axes[: self.axis], self.others, *axes[self.axis + 1 :])

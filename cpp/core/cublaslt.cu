@@ -36,7 +36,7 @@ bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtPr
 
 cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
                    const CublasLtProduct& p, void* scratch, cudaStream_t stream) {
-  const float alpha = 1.f, beta = p.c ? 1.f : 0.f;
+  const float alpha = 1.f, beta = p.c ? p.c_scale : 0.f;
   // Not read where beta is 0. An FP8 d has another dtype than c's layout, so it cannot stand in for c.
   const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : p.d;
   return library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d, plan.d,

@@ -13,7 +13,7 @@ namespace te {
 // Scratch that every product may use: what cuBLASLt's algorithms ask for at most on Hopper.
 constexpr int64_t kCublasLtScratch = int64_t{32} << 20;
 
-// d[m, n] = a[m, k] b[n, k]^T (+ bias[n]) (+ c[m, n]), all row-major and dense, but for an operand that lies as [k, m]
+// d[m, n] = a[m, k] b[n, k]^T (+ bias[n]) (+ c_scale * c[m, n]), all row-major and dense, but for an operand that lies as [k, m]
 // or [k, n]: not of FP8, where Hopper has no such product. An absent pointer is null.
 struct CublasLtProduct {
   int64_t m, n, k;
@@ -21,6 +21,8 @@ struct CublasLtProduct {
   DType bias_dtype;
   bool split_accumulator;  // FP8 only
   bool a_k_first, b_k_first;
+
+  float c_scale;  // nothing to the choice of an algorithm
 
   const void *a, *b, *c, *bias;
   const void *a_scale_inv, *b_scale_inv;  // f32[], FP8 operands only

@@ -22,6 +22,7 @@ struct GemmAttributes {
   int64_t k_axes;
   bool split_accumulator;    // as it always is here
   std::string_view k_first;  // nothing to XLA on the CPU, where all lies as its dimensions say
+  float c_scale;
 };
 
 namespace {
@@ -102,12 +103,17 @@ void pack_panel(const Packing& p, int64_t panel) {
 
 // ---- epilogue ---------------------------------------------------------------------------------------
 
+template <typename T>
+TE_SIMD void add_part(const T* x, float part, float* sum, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += part * to_float(x[i]);
+}
+
 TE_SIMD void scale_row(float* sum, float a_scale_inv, float b_scale_inv, const float* bias, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sum[i] = sum[i] * a_scale_inv * b_scale_inv + bias[i];
 }
 
 struct Epilogue {
-  float a_scale_inv, b_scale_inv, d_scale;
+  float a_scale_inv, b_scale_inv, c_scale, d_scale;
   const float* bias;  // f32[N], zeros where there is none
   const In& c;
   Matrix d;
@@ -119,7 +125,7 @@ struct Epilogue {
     scale_row(sum, a_scale_inv, b_scale_inv, bias + first, n);
     if (present(c)) {
       with_float(c.element_type(), [&](auto t) {
-        add_row(static_cast<const decltype(t)*>(c.untyped_data()) + at, sum, n);
+        add_part(static_cast<const decltype(t)*>(c.untyped_data()) + at, c_scale, sum, n);
         return ffi::Error::Success();
       });
     }
@@ -212,6 +218,7 @@ ffi::Error Gemm(ffi::ThreadPool pool, In a, In b, In a_scale_inv, In b_scale_inv
   const auto scale_of = [](const In& scale) { return absent(scale) ? 1.f : *scale.typed_data<float>(); };
   const Epilogue epilogue{scale_of(a_scale_inv),
                           scale_of(b_scale_inv),
+                          attributes.c_scale,
                           scale_of(d_scale),
                           bias_f32,
                           c,
@@ -240,6 +247,6 @@ ffi::Error Gemm(ffi::ThreadPool pool, In a, In b, In a_scale_inv, In b_scale_inv
 }  // namespace te
 
 TE_ATTRIBUTES(te::GemmAttributes, TE_ATTRIBUTE(int64_t, k_axes), TE_ATTRIBUTE(bool, split_accumulator),
-              TE_ATTRIBUTE(std::string_view, k_first));
+              TE_ATTRIBUTE(std::string_view, k_first), TE_ATTRIBUTE(float, c_scale));
 
 TE_HANDLER(gemm, Gemm)

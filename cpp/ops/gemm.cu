@@ -18,6 +18,7 @@ struct GemmAttributes {
   int64_t k_axes;
   bool split_accumulator;
   std::string_view k_first;
+  float c_scale;
   Buffers buffers;
 };
 
@@ -96,6 +97,7 @@ __global__ void __launch_bounds__(kThreads) convert(const void* x, DType from, v
 struct Finish {
   const float* sums;  // [m, n], may be d itself
   const float *a_scale_inv, *b_scale_inv, *d_scale;
+  float c_scale;
   const void *bias, *c;
   DType bias_dtype, c_dtype, d_dtype;
   void* d;
@@ -114,7 +116,7 @@ __device__ __forceinline__ float store_as(void* d, int64_t i, const float (&v)[8
   return most;
 }
 
-// d = cast(sums * a_scale_inv * b_scale_inv + bias + c) and its amax, eight neighbours a thread.
+// d = cast(sums * a_scale_inv * b_scale_inv + bias + c_scale * c) and its amax, eight neighbours a thread.
 __global__ void __launch_bounds__(kThreads) finish(Finish f) {
   const float a_scale_inv = f.a_scale_inv ? *f.a_scale_inv : 1.f, b_scale_inv = f.b_scale_inv ? *f.b_scale_inv : 1.f;
   const float d_scale = f.d_scale ? *f.d_scale : 1.f;
@@ -131,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) finish(Finish f) {
       if (j >= count) continue;
       const float bias = f.bias ? load1(f.bias, f.bias_dtype, column) : 0.f;
       column = column + 1 == f.n ? 0 : column + 1;
-      v[j] = __fadd_rn(__fmul_rn(__fmul_rn(f.sums[i + j], a_scale_inv), b_scale_inv), bias) + c[j];
+      v[j] = __fadd_rn(__fmul_rn(__fmul_rn(f.sums[i + j], a_scale_inv), b_scale_inv), bias) + __fmul_rn(f.c_scale, c[j]);
     }
     if (f.d_dtype == DType::F32) {
       most = store_as<float>(f.d, i, v, count, vector, most);
@@ -250,6 +252,7 @@ Check plan(const GemmOperands& in, Out& d, Out& amax, Out& workspace, const Gemm
     p.d_scale = data_or_null<void>(in.d_scale);
     p.amax = data_or_null<void>(amax);
     p.c = data_or_null<void>(in.c);
+    p.c_scale = attributes.c_scale;
     p.c_dtype = present(in.c) ? in.c.element_type() : fp8_d ? DType::BF16 : p.d_dtype;
     if (present(in.bias)) {
       p.bias = in.bias.untyped_data();
@@ -308,7 +311,7 @@ std::string gemm_algorithm(const std::vector<int64_t>& buffers, int64_t k_axes, 
                            const std::string& k_first) {
   std::string answer;
   Instantiation<&GemmAnswer>::run(
-      {{k_axes, split_accumulator, k_first, Buffers(buffers.data(), buffers.size())}, &answer});
+      {{k_axes, split_accumulator, k_first, 1.f, Buffers(buffers.data(), buffers.size())}, &answer});
   return answer;
 }
 
@@ -338,6 +341,7 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
                  data_or_null<float>(a_scale_inv),
                  data_or_null<float>(b_scale_inv),
                  data_or_null<float>(d_scale),
+                 attributes.c_scale,
                  data_or_null<void>(bias),
                  data_or_null<void>(c),
                  bias.element_type(),
@@ -356,7 +360,7 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
 }  // namespace te
 
 TE_ATTRIBUTES(te::GemmAttributes, TE_ATTRIBUTE(int64_t, k_axes), TE_ATTRIBUTE(bool, split_accumulator),
-              TE_ATTRIBUTE(std::string_view, k_first), TE_ATTRIBUTE(te::Buffers, buffers));
+              TE_ATTRIBUTE(std::string_view, k_first), TE_ATTRIBUTE(float, c_scale), TE_ATTRIBUTE(te::Buffers, buffers));
 
 TE_HANDLER(gemm, Gemm)
 TE_INSTANTIATOR(gemm, GemmPrepare)

@@ -1,6 +1,6 @@
 // te_gemm: what the CPU and the CUDA handler of the one matrix product agree on.
 //
-//   d[M, N] = a[M, K] b[N, K]^T * a_scale_inv * b_scale_inv + bias[N] + c[M, N]
+//   d[M, N] = a[M, K] b[N, K]^T * a_scale_inv * b_scale_inv + bias[N] + c_scale * c[M, N]
 //
 //   a, b        both FP8 (of either kind), or both f32, f16 or bf16; the contracted axes last
 //   *_scale_inv f32[], what a unit of an FP8 operand stands for (absent: 1)
@@ -11,7 +11,7 @@
 //
 // Attributes: k_axes, how many of the last axes of a and b are contracted; split_accumulator: keep FP8 partial sums in
 // f32, slower on Hopper's tensor cores; k_first, "", "a", "b" or "ab": on CUDA, which operands that are not FP8 lie in
-// memory with those axes first, whatever their dimensions say.
+// memory with those axes first, whatever their dimensions say; c_scale, a device's part of c in a sum over devices.
 #pragma once
 
 #include <algorithm>

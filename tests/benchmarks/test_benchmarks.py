@@ -12,7 +12,22 @@ import pytest
 
 import transformer_engine_jax as te
 from benchmarks import __main__ as command
-from benchmarks import compare, floor, gemm, kernels, layer, memory, peers, readme, report, sharded, stack, timing
+from benchmarks import (
+    attention,
+    compare,
+    floor,
+    gemm,
+    kernels,
+    layer,
+    memory,
+    peers,
+    readme,
+    report,
+    shapes,
+    sharded,
+    stack,
+    timing,
+)
 from benchmarks.shapes import SHAPES, products
 from benchmarks.timing import Repeated, Timing, interleaved
 from examples.gpt.data import load
@@ -181,13 +196,19 @@ def test_gemm_has_all_products_and_their_best(tmp_path, monkeypatch):
 
 
 def test_attention_names_the_backend_and_skips_what_is_not_there(tmp_path):
-    rows = rows_of(tmp_path, "attention", "--config", "tiny-llama", "--against", "te,te-fp8,jax-cudnn,jax-xla", *QUICK)
+    rows = rows_of(
+        tmp_path, "attention", "--config", "tiny-llama", "--against", "te,te-sinks,te-fp8,jax-cudnn,jax-xla", *QUICK
+    )
     by = {(r["pass"], r["contender"]): r for r in rows}
     assert by["forward", "te"]["backend"] in ("cudnn", "reference") and "ms" in by["forward+backward", "jax-xla"]
     assert by["forward", "te-fp8"]["backend"] == "fp8" and 1e-2 < by["forward", "te-fp8"]["off"] < 8.1e-2
     assert all(row["off"] < 2e-2 for row in rows if "skipped" not in row and row["contender"] != "te-fp8")
     if by["forward", "te"]["backend"] == "reference":
         assert "skipped" in by["forward", "jax-cudnn"]
+    assert by["forward", "te-sinks"]["backend"] == by["forward", "te"]["backend"]
+    *inputs, sinks, _ = attention._operands(shapes.SHAPES["tiny-llama"], sinks=True)
+    with_sinks, without = (attention._reference(shapes.SHAPES["tiny-llama"], *inputs, s) for s in (sinks, None))
+    assert compare.off(with_sinks, without) > 0.1
 
 
 def test_kernels_count_each_operand_and_result_once(tmp_path):
@@ -300,13 +321,19 @@ def test_stacks_of_all_kinds_are_the_same(tmp_path):
 @pytest.mark.parametrize("axes", ["auto", "explicit"])
 def test_sharded_is_the_layer(axes, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "devices", functools.partial(jax.devices, "cpu"))  # several, also where one GPU is
-    args = ["--config", "tiny-llama", "--devices", "2", "--against", "te-bf16,te-delayed", "--axes", axes]
+    args = ["--config", "tiny-llama", "--devices", "2", "--against", "flax,te-bf16,te-delayed", "--axes", axes]
     rows = rows_of(tmp_path, "sharded", *args, *QUICK)
-    assert [row["layout"] for row in rows] == 2 * ["one device", *sharded.LAYOUTS]
+    assert [row["layout"] for row in rows] == 3 * ["one device", *sharded.LAYOUTS]
+    lacks = [row["layout"] for row in rows if "skipped" in row]
+    assert lacks == (list(sharded.LAYOUTS) if axes == "explicit" else ["context, gathered", "context, ring"])
     for row in rows:
+        if "skipped" in row:
+            assert row["contender"] == "flax" and "ms" not in row
+            continue
         assert row["speedup"] > 0 and ("output_off" in row) == (row["devices"] == 2)
+        assert ("speedup_over_first" in row) == (row["layout"] not in lacks)
         # bf16: products are rounded before they are summed over devices; FP8: the next cast then flips, here and there.
-        bound = 2e-2 if row["contender"] == "te-bf16" else 0.1
+        bound = 0.1 if row["contender"] == "te-delayed" else 2e-2
         assert row["devices"] == 1 or max(row["output_off"], row["gradients_off"]) < bound, row
     with pytest.raises(SystemExit, match="expected 2 devices or more, got 1"):
         command.main(["sharded", "--config", "tiny", "--devices", "1"])

@@ -125,7 +125,9 @@ CHANGES = {
         softmax_fusion_type=te_flax.SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED,
         softmax_type="off_by_one",
     ),
-    "DenseGeneral": dict(**DENSE, use_bias=False, axis=1, input_axes=("batch", None, "mlp")),
+    "DenseGeneral": dict(
+        **DENSE, use_bias=False, axis=1, input_axes=("batch", None, "mlp"), output_axes=("batch", None, "mlp")
+    ),
     "LayerNormDenseGeneral": dict(
         **DENSE,
         **NORM,
@@ -437,7 +439,7 @@ AXES_INSIDE = {
     "query": dict(layernorm_input_axes=BETWEEN, dot_input_axes=WHOLE),
     "key": dict(input_axes=WHOLE),
     "value": dict(input_axes=WHOLE),
-    "out": dict(input_axes=("seqlen", "batch", "heads")),
+    "out": dict(input_axes=("seqlen", "batch", "heads"), output_axes=BETWEEN),
 }  # fmt: skip
 
 
@@ -651,6 +653,8 @@ SHARDED_MLP = dict(
 # (module, fields, the shards of activations, in the order of the program, and the steps between them)
 SHARDS = {
     "dense": ("DenseGeneral", dict(input_axes=("batch", None, "mlp")), "'data', None, 'model'; product"),
+    "dense, moved": ("DenseGeneral", dict(axis=1, input_axes=("batch", "mlp", None)), "'data', None, 'model'; product"),
+    "dense's output": ("DenseGeneral", dict(output_axes=("batch", None, "mlp")), "product; 'data', None, 'model'"),
     "layernorm dense": ("LayerNormDenseGeneral", SHARDED, "'data', None, None; norm; None, None, 'model'; product"),
     "no norm": (
         "LayerNormDenseGeneral",

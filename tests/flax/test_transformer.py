@@ -1,6 +1,5 @@
 """TransformerLayer: against attention, MLP and residuals written out, with every option that exists; shards; misuse."""
 
-import re
 from functools import partial
 
 import emulated
@@ -308,20 +307,6 @@ def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, tran
         out, grads = steps.step(layer.apply, placed, given)
         assert out.sharding.spec[:2] == (("model", "data") if transposed else ("data", "model"))
     testing.assert_close(jax.device_get((out, grads)), expected, 0.02 if rec else 5 * F32)
-
-
-def test_sequence_parallel_gathers_activations_and_no_kernel():
-    layer = Layer(enable_sequence_parallel=True, enable_relative_embedding=False)
-    boxed = steps.init(layer, X, unbox=False)
-    resource = te.MeshResource(tp_resource="model")
-    mesh = testing.mesh_of((2,), ("model",))
-    with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
-        placed, x = steps.place(mesh, boxed, resource), testing.shard(mesh, X, P(None, "model"))
-        compiled = jax.jit(layer.apply).lower(placed, x).compile()
-    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", compiled.as_text())
-    assert [sorted(map(int, shape.split(","))) for shape in gathered] == [sorted((B, S, HIDDEN))] * 2
-    # What is between the blocks is there by halves only.
-    assert compiled(placed, x).sharding.spec == P(None, "model")
 
 
 # --- Misuse ----------------------------------------------------------------------------------------------------------

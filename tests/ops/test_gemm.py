@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.gemm import gemm
-from transformer_engine_jax.testing import assert_close, check_kernel
+from transformer_engine_jax.testing import assert_close, check_kernel, mesh_of, on_mesh, shard
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
@@ -49,10 +49,12 @@ class Case(NamedTuple):
     amax: bool = False
     scales: bool = True  # of FP8 operands
     split: bool = True  # split_accumulator
+    c_scale: float = 1.0
 
     def __str__(self):
         dtypes = [jnp.dtype(t).name if t else "-" for t in (self.a, self.b, self.d, self.bias, self.c)]
         flags = ["-amax" * self.amax, "-unscaled" * (not self.scales), "-fast" * (not self.split)]
+        flags += [f"-{self.c_scale:.2g}c"] if self.c_scale != 1 else []
         return f"{self.m}x{self.n}x{self.k}-" + "-".join(dtypes) + "".join(flags)
 
 
@@ -81,6 +83,8 @@ EPILOGUES = [
     *[Case(20, 48, 1001, d=d, bias=BF16, c=BF16, amax=is_fp8(d), split=False) for d in (BF16, E4M3)],
     *[Case(20, 30, 40, a, a, a, bias, a, amax=True) for a in (F32, F16, BF16) for bias in (F32, F16)],
     *[Case(20, 32, 48, E5M2, E4M3, d, bias=F32, c=c, amax=True) for d in (E4M3, E5M2) for c in (None, BF16, F16, F32)],
+    *[Case(20, 48, 40, a, b, d, BF16, d, c_scale=s) for a, b in PAIRS for d in (BF16, F32) for s in (0.5, 1 / 3)],
+    *[Case(20, 48, 40, d=E4M3, bias=BF16, c=c, amax=True, c_scale=0.5) for c in (BF16, F32)],
     Case(16, 16, 16, scales=False),
     Case(64, 48, 2048, split=False),
     # Nothing to sum, and nothing at all.
@@ -129,9 +133,9 @@ def operands(case: Case, seed: int = 0) -> list:
 
 def check_values(case: Case) -> None:
     a, b, a_scale_inv, b_scale_inv, bias, c, d_scale = args = operands(case)
-    out = gemm(*args, dtype=case.d, amax=case.amax, split_accumulator=case.split)
+    out = gemm(*args, dtype=case.d, amax=case.amax, split_accumulator=case.split, c_scale=case.c_scale)
     factor = float(1 if a_scale_inv is None else a_scale_inv) * float(1 if b_scale_inv is None else b_scale_inv)
-    terms = [f64(x) for x in (bias, c) if x is not None]
+    terms = [f64(x) * times for x, times in ((bias, 1), (c, case.c_scale)) if x is not None]
     expected = sum([f64(a) @ f64(b).T * factor, *terms])
     magnitudes = sum([np.abs(f64(a)) @ np.abs(f64(b)).T * factor, *[np.abs(t) for t in terms]])
     summed = sum_error(case) * magnitudes
@@ -245,6 +249,23 @@ def test_jit_vmap_and_shards(sharded, result):
         check_kernel(gemm, [a, b, *scales, bias, c, d_scale], attributes, compare, specs=specs)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_devices_that_share_a_sum_take_their_parts_of_c_where_it_is(explicit):
+    """No pass over c zeroes it on some of them, and d may take its buffer."""
+    mesh = mesh_of((4,), ("model",), explicit=explicit)
+    a, b, *scales, bias, c, d_scale = operands(Case(16, 32, 64, BF16, BF16, F32, c=F32))
+
+    @partial(jax.jit, donate_argnums=2)
+    def run(a, b, c):
+        return gemm(a, b, *scales, bias, c, d_scale, dtype=F32, in_place=True).d
+
+    with on_mesh(mesh):
+        args = [shard(mesh, x, spec) for x, spec in zip((a, b, c), (P(None, "model"), P(None, "model"), P()))]
+        text = run.lower(*args).compile().as_text()
+        assert " select(" not in text and "output_to_operand_aliasing" in text
+        np.testing.assert_allclose(run(*args), f64(a) @ f64(b).T + f64(c), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", [case for case in EPILOGUES if case.c], ids=str)
 @pytest.mark.parametrize("live", [False, True], ids=["c is done with", "c lives on"])
 def test_in_place(case, live):
@@ -297,7 +318,13 @@ def ffi_gemm(*args, d=(BF16, (4, 6)), amax=None, **attributes):
     """The handler itself, past the checks of the Python side."""
     shapes = [jax.ShapeDtypeStruct(d[1], d[0]), jax.ShapeDtypeStruct((0,) if amax is None else amax, F32)]
     args = [jnp.zeros((0,), F32) if x is None else x for x in args]
-    attributes = {"k_axes": np.int64(1), "split_accumulator": True, "k_first": "", **attributes}
+    attributes = {
+        "k_axes": np.int64(1),
+        "split_accumulator": True,
+        "k_first": "",
+        "c_scale": np.float32(1),
+        **attributes,
+    }
     return jax.block_until_ready(jax.ffi.ffi_call("te_gemm", shapes)(*args, **attributes))
 
 

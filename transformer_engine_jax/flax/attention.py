@@ -167,6 +167,7 @@ class MultiHeadAttention(nn.Module):
             low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
             dtype=self.dtype,
             input_axes=self._axes("heads"),
+            output_axes=self._axes(between=True),
             name="out",
         )(
             jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context,
@@ -266,8 +267,7 @@ class MultiHeadAttention(nn.Module):
         """
         is_self = inputs_q is inputs_kv
         layout = self._layout(is_self)
-        special = self.return_layernorm_output or self.enable_sequence_parallel
-        if is_self and not (special or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
+        if is_self and not (self.return_layernorm_output or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
             return self._project_together(inputs_q, layout, residual, split)
         (name, features, init), *others = layout
         wants_norm = self.return_layernorm_output or (is_self and bool(others))
@@ -305,6 +305,8 @@ class MultiHeadAttention(nn.Module):
                 quantizers=[part.quantizers for part in parts] if fp8 else None,
                 return_input=bool(residual),
                 split=split,
+                norm_input_axes=self._axes(between=True),
+                dot_input_axes=self._axes(),
             )
         results = named_results(results, [(name, features) for name, features, _ in layout], split)
         return [keep(results[0], [part.unused for part in parts]), *results[1:]], None, past

@@ -35,6 +35,12 @@ def contracted_last(x: jax.Array, axis) -> tuple[jax.Array, int]:
     return (x if axes == last else jnp.moveaxis(x, axes, last)), len(axes)
 
 
+def axes_contracted_last(names, axis) -> tuple:
+    """The logical axes of what `contracted_last` gives, from those of its x; () where there are none."""
+    axes = [a % len(names) for a in canonical_tuple(axis)] if names else []
+    return tuple(name for a, name in enumerate(names) if a not in axes) + tuple(names[a] for a in axes)
+
+
 ParametersSplit = Sequence[str] | Mapping[str, int]
 
 
@@ -128,13 +134,14 @@ class DenseGeneral(_Dense):
 
     features: sizes of the output axes. axis: the contracted axes of x. kernel_init: None means variance_scaling(1.0,
     "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is given, of the computation.
-    return_bias: return (y, bias) with the bias not added. low_rank_adaptation_*: LoRA beside the kernel.
-    parameters_split: names, or names and sizes, of slices of the first output axis that are parameters of their own,
-    `<name>_kernel` and `<name>_bias`; they are one product. quantization_checkpoint_name: the name of what is quantized
-    for checkpoint policies.
+    input_axes, output_axes: logical axes of x and of y. return_bias: return (y, bias) with the bias not added.
+    low_rank_adaptation_*: LoRA beside the kernel. parameters_split: names, or names and sizes, of slices of the first
+    output axis that are parameters of their own, `<name>_kernel` and `<name>_bias`; they are one product.
+    quantization_checkpoint_name: the name of what is quantized for checkpoint policies.
     """
 
     input_axes: tuple[str | None, ...] = ()
+    output_axes: tuple[str | None, ...] = ()
     return_bias: bool = False
 
     @nn.compact
@@ -143,7 +150,8 @@ class DenseGeneral(_Dense):
 
         residual: [.., features..] in x's dtype, added inside the product.
         """
-        x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
+        x = self._computed_in(jnp.asarray(x))
+        input_axes = axes_contracted_last(self.input_axes, self.axis)
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
         fp8, scope = in_fp8([Product.of(x, k_axes, features)])
@@ -152,7 +160,7 @@ class DenseGeneral(_Dense):
         with scope:
             y = dense(
                 x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual,
-                by_kernels=residual is not None,
+                by_kernels=residual is not None, input_axes=input_axes, output_axes=self.output_axes,
             )  # fmt: skip
         y = self._finish(y, x, k_axes, features, unused)
         return (y, bias) if self.return_bias else y
@@ -187,17 +195,17 @@ class LayerNormDenseGeneral(_LayerNormDense):
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
         """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
-        x = constrain(self._computed_in(jnp.asarray(x)), self.layernorm_input_axes)
+        x = self._computed_in(jnp.asarray(x))
         if self.enable_layernorm and canonical_tuple(self.axis) not in ((-1,), (x.ndim - 1,)):
             raise ValueError(f"LayerNormDenseGeneral.axis: expected -1, the axis of the norm, got {self.axis}")
         options = Norm(self.epsilon, self.zero_centered_gamma)
         gamma, beta = self.make_norm(last_size(self, x), self.param_dtype or self.dtype)
-        separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
+        separate = self.return_layernorm_output or self.enable_low_rank_adaptation
         fused = self.enable_layernorm and not separate
+        if not fused:
+            x = constrain(x, self.layernorm_input_axes)
         if self.enable_layernorm and separate:
             x = norm(options, x, gamma, beta)
-        if not fused:
-            x = constrain(x, self.dot_input_axes)
         returned = x if self.return_layernorm_output else None
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias, features = self._make_kernel(x, k_axes)
@@ -206,9 +214,13 @@ class LayerNormDenseGeneral(_LayerNormDense):
         added = None if self.return_bias else bias
         with scope:
             if fused:
-                y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
+                y = layernorm_dense(
+                    x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers,
+                    norm_input_axes=self.layernorm_input_axes, dot_input_axes=self.dot_input_axes,
+                )  # fmt: skip
             else:
-                y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
+                input_axes = axes_contracted_last(self.dot_input_axes, self.axis)
+                y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, input_axes=input_axes)
         y = self._finish(y, x, k_axes, features, unused)
         if self.depth_scaling is not None:
             y, bias = y / self.depth_scaling, None if bias is None else bias / self.depth_scaling

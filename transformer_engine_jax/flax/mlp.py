@@ -96,7 +96,6 @@ class LayerNormMLP(Fp8Module):
         activations = canonical_tuple(self.activations)
         fused_activation(activations, self.activation_params)  # raises where one is unknown, or none given
         hidden, count = last_size(self, x), len(activations)
-        x = constrain(x, self.layernorm_input_axes)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
         gamma, beta = self.make_norm(hidden, self.dtype)
         kernels, (bias_1, bias) = self._make_kernels(hidden, count)
@@ -105,10 +104,9 @@ class LayerNormMLP(Fp8Module):
         first, unused_1 = self.gemm_quantizers("gemm_1", fp8, self.quantization_checkpoint_name)
         second, unused_2 = self.gemm_quantizers("gemm_2", fp8, self.quantization_checkpoint_name)
         dropout = self.intermediate_dropout_rate > 0 and not deterministic
-        constrained = self.dot_1_input_axes or self.dot_2_input_axes
         normed = None
         with scope:
-            if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
+            if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation):
                 y = layernorm_mlp(
                     x,
                     gamma,
@@ -122,9 +120,13 @@ class LayerNormMLP(Fp8Module):
                     names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
                     residual=residual is True,
                     return_input=callable(residual),
+                    norm_input_axes=self.layernorm_input_axes,
+                    dot_1_input_axes=self.dot_1_input_axes,
+                    dot_2_input_axes=self.dot_2_input_axes,
                 )
                 y, past = y if callable(residual) else (y, None)
             else:
+                x = constrain(x, self.layernorm_input_axes)
                 normed, past = norm_and_input(options, x, gamma, beta, bool(residual))
                 added = past if residual is True else None
                 y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, added)
@@ -146,8 +148,7 @@ class LayerNormMLP(Fp8Module):
 
     def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool, residual) -> jax.Array:
         def product(i: int, x, axes, name: str, residual=None):
-            x = constrain(x, axes)
-            y = dense(x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual)
+            y = dense(x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual, input_axes=axes)
             y = checkpoint_name(y, name)
             if self.enable_low_rank_adaptation:
                 prefix = ("wi_", "wo_")[i]

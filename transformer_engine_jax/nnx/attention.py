@@ -133,6 +133,7 @@ class MultiHeadAttention(Fp8Module):
             kernel_axes=("heads", "embed"),
             bias_axes=("embed",),
             input_axes=self._axes("heads"),
+            output_axes=self._axes(between=True),
             **self._product_fields("output_proj", bias_init, rngs),
         )
 
@@ -323,8 +324,7 @@ class MultiHeadAttention(Fp8Module):
         is_self = self.in_kv_features is None
         names = [name for name in ("qkv", "query", "kv", "key", "value") if hasattr(self, name)]
         projections = [getattr(self, name) for name in names]
-        special = self.return_layernorm_output or self.enable_sequence_parallel
-        if is_self and not (special or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
+        if is_self and not (self.return_layernorm_output or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
             return self._project_together(inputs_q, names, projections, residual, split)
         y, normed = projections[0](inputs_q)
         source = normed if is_self else inputs_kv
@@ -350,6 +350,8 @@ class MultiHeadAttention(Fp8Module):
                 quantizers=quantizers if fp8 else None,
                 return_input=bool(residual),
                 split=split,
+                norm_input_axes=self._axes(between=True),
+                dot_input_axes=self._axes(),
             )
         results = named_results(results, [(name, p.features) for name, p in zip(names, projections)], split)
         return [keep(results[0], list(unused)), *results[1:]], None, past

@@ -16,6 +16,7 @@ from transformer_engine_jax.flax.base import canonical_tuple
 from transformer_engine_jax.flax.dense import (
     Kernel,
     ParametersSplit,
+    axes_contracted_last,
     contracted_last,
     joined,
     joined_kernels,
@@ -99,14 +100,15 @@ class DenseGeneral(_Dense):
 
     in_features, features: sizes of the contracted and of the output axes. axis: the contracted axes of x. kernel_init:
     None means variance_scaling(1.0, "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is
-    given, of the computation. return_bias: return (y, bias) with the bias not added. low_rank_adaptation_*: LoRA.
-    parameters_split: names, or names and sizes, of slices of the first output axis that are parameters of their own,
-    `<name>_kernel` and `<name>_bias`; they are one product. quantization_checkpoint_name: the name of what is quantized
-    for checkpoint policies.
+    given, of the computation. input_axes, output_axes: logical axes of x and of y. return_bias: return (y, bias) with
+    the bias not added. low_rank_adaptation_*: LoRA. parameters_split: names, or names and sizes, of slices of the first
+    output axis that are parameters of their own, `<name>_kernel` and `<name>_bias`; they are one product.
+    quantization_checkpoint_name: the name of what is quantized for checkpoint policies.
     """
 
     _: KW_ONLY
     input_axes: tuple[str | None, ...] = ()
+    output_axes: tuple[str | None, ...] = ()
     return_bias: bool = False
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None):
@@ -114,7 +116,8 @@ class DenseGeneral(_Dense):
 
         residual: [.., features..] in x's dtype, added inside the product.
         """
-        x = constrain(self._computed_in(jnp.asarray(x)), self.input_axes)
+        x = self._computed_in(jnp.asarray(x))
+        input_axes = axes_contracted_last(self.input_axes, self.axis)
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias = self._kernel_and_bias()
         fp8, scope = in_fp8([Product.of(x, k_axes, canonical_tuple(self.features))])
@@ -123,7 +126,7 @@ class DenseGeneral(_Dense):
         with scope:
             y = dense(
                 x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual,
-                by_kernels=residual is not None,
+                by_kernels=residual is not None, input_axes=input_axes, output_axes=self.output_axes,
             )  # fmt: skip
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
@@ -167,14 +170,14 @@ class LayerNormDenseGeneral(_Dense):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
         """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
-        x = constrain(self._computed_in(jnp.asarray(x)), self.layernorm_input_axes)
+        x = self._computed_in(jnp.asarray(x))
         options, gamma, beta = Norm(self.epsilon, self.zero_centered_gamma), array(self.scale), array(self.ln_bias)
-        separate = self.return_layernorm_output or self.enable_low_rank_adaptation or bool(self.dot_input_axes)
+        separate = self.return_layernorm_output or self.enable_low_rank_adaptation
         fused = self.enable_layernorm and not separate
+        if not fused:
+            x = constrain(x, self.layernorm_input_axes)
         if self.enable_layernorm and separate:
             x = norm(options, x, gamma, beta)
-        if not fused:
-            x = constrain(x, self.dot_input_axes)
         normed = x if self.return_layernorm_output else None
         x, k_axes = contracted_last(x, self.axis)
         kernel, bias = self._kernel_and_bias()
@@ -183,9 +186,13 @@ class LayerNormDenseGeneral(_Dense):
         added = None if self.return_bias else bias
         with scope:
             if fused:
-                y = layernorm_dense(x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers)
+                y = layernorm_dense(
+                    x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers,
+                    norm_input_axes=self.layernorm_input_axes, dot_input_axes=self.dot_input_axes,
+                )  # fmt: skip
             else:
-                y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers)
+                input_axes = axes_contracted_last(self.dot_input_axes, self.axis)
+                y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, input_axes=input_axes)
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
         y = keep(y, unused)

@@ -120,7 +120,7 @@ class LayerNormMLP(Fp8Module):
         deterministic: switches dropout off; None is what model.train() and model.eval() said. residual: add x to the
         result, inside the second product; or a function that does.
         """
-        x = constrain(jnp.asarray(x), self.layernorm_input_axes)
+        x = jnp.asarray(x)
         check_dims(self, "intermediate_hidden_dropout_dims", x.ndim)
         options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
         gamma, beta = array(self.scale), array(self.ln_bias)
@@ -130,18 +130,20 @@ class LayerNormMLP(Fp8Module):
         first, unused_1 = self.gemm_quantizers("gemm_1", fp8, self.quantization_checkpoint_name)
         second, unused_2 = self.gemm_quantizers("gemm_2", fp8, self.quantization_checkpoint_name)
         dropout = dropping(self.dropout, deterministic)
-        constrained = self.dot_1_input_axes or self.dot_2_input_axes
         normed = None
         with scope:
-            if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation or constrained):
+            if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation):
                 y = layernorm_mlp(
                     x, gamma, beta, tuple(kernels), tuple(biases), activations=self.activations,
                     activation_params=self.activation_params, norm_options=options,
                     quantizers=(first, second) if fp8 else None, names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
                     residual=residual is True, return_input=callable(residual),
+                    norm_input_axes=self.layernorm_input_axes, dot_1_input_axes=self.dot_1_input_axes,
+                    dot_2_input_axes=self.dot_2_input_axes,
                 )  # fmt: skip
                 y, past = y if callable(residual) else (y, None)
             else:
+                x = constrain(x, self.layernorm_input_axes)
                 normed, past = norm_and_input(options, x, gamma, beta, bool(residual))
                 added = past if residual is True else None
                 y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, added)
@@ -151,8 +153,7 @@ class LayerNormMLP(Fp8Module):
 
     def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool, residual) -> jax.Array:
         def product(i: int, x, axes, name: str, residual=None):
-            x = constrain(x, axes)
-            y = dense(x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual)
+            y = dense(x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual, input_axes=axes)
             y = checkpoint_name(y, name)
             return y + self.low_rank(x, 1, ("wi_", "wo_")[i]) if self.enable_low_rank_adaptation else y
 

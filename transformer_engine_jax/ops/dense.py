@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -16,9 +17,11 @@ from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.product import computes, product
 from transformer_engine_jax.ops.quantize import Cast, named, observe, quantize_for, watch, watch_gradient
+from transformer_engine_jax.ops.transpose import transposed
 from transformer_engine_jax.partition import names_of
-from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
+from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor, Quantizer
 from transformer_engine_jax.recipe import MMParams
+from transformer_engine_jax.sharding import FREE, Axes, SequenceShards, constrain, tensor_parallel
 
 
 class Dense(NamedTuple):
@@ -30,17 +33,20 @@ class Dense(NamedTuple):
     bias_dtype: np.dtype | None
     residual: bool = False  # whether there is one to add
     adds: bool | None = None  # whether the kernel's gradient is added to its buffer; None where there is none
+    x_axes: Axes = ()  # logical axes of x[m.., k..] in the product, of which m.. are those of the output there
+    gathers_x: bool = False  # whether each device has some of x's tokens before the product
+    gathers_dy: bool = False  # whether each device has some of the output's behind it
 
     @classmethod
-    def of(cls, x, kernel, bias, k_axes: int, residual: bool = False, adds: bool | None = None) -> Dense:
+    def of(cls, x, kernel, bias, k_axes: int, **fields) -> Dense:
         bias_dtype = None if bias is None else np.dtype(bias.dtype)
-        return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), bias_dtype, residual, adds)
+        return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), bias_dtype, **fields)
 
 
 class Saved(NamedTuple):
     """What the backward of a dense product needs of its forward."""
 
-    x_t: QuantizedTensor  # [k.., m..]
+    x: QuantizedTensor  # [k.., m..]; [m.., k..] where it is gathered
     kernel: QuantizedTensor  # [k.., n..]
     x_amax: jax.Array | None  # as Cast.amax
     kernel_amax: jax.Array | None
@@ -78,6 +84,14 @@ def matmul(
     ).d
 
 
+def placed(x: QuantizedTensor, axes: Axes) -> QuantizedTensor:
+    """x, sharded as its logical axes say: what is gathered for that are bytes."""
+    if not axes:
+        return x
+    codes = constrain(jax.lax.bitcast_convert_type(x.data, np.uint8), axes)
+    return dataclasses.replace(x, data=jax.lax.bitcast_convert_type(codes, x.data.dtype))
+
+
 def forward_matmul(a: QuantizedTensor, b: QuantizedTensor, *args) -> jax.Array:
     """matmul, of operands that a scan may stack."""
     return matmul(*computed_once((a, b), of="quantized"), *args)
@@ -86,41 +100,62 @@ def forward_matmul(a: QuantizedTensor, b: QuantizedTensor, *args) -> jax.Array:
 def dense_forward(
     static: Dense, cast_x: Cast, kernel, bias, main_grad, quantizers: GemmQuantizers, residual=None
 ) -> tuple[jax.Array, Saved]:
-    """The output, from an input quantized both ways, and what the backward needs."""
+    """The output, from an input quantized as `quantize_input` does, and what the backward needs."""
     cast_kernel = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - static.k_axes, q=True, q_t=True)
     recipe = quantizers.x.spec.recipe
-    y = forward_matmul(cast_x.q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
-    y, x_t = all_at_once(y, cast_x.q_t)
-    return y, save(static, cast_x._replace(q_t=x_t), cast_kernel, main_grad, quantizers)
+    q = placed(cast_x.q, static.x_axes)
+    y = forward_matmul(q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
+    y, x = all_at_once(y, kept(static, cast_x))
+    return y, save(static, x, cast_x.amax, cast_kernel, main_grad, quantizers)
 
 
-def save(static: Dense, cast_x: Cast, cast_kernel: Cast, main_grad, quantizers: GemmQuantizers) -> Saved:
+def kept(static: Dense, cast_x: Cast) -> QuantizedTensor:
+    """The copy of x that is saved. What is gathered is transposed behind that: XLA needs twice as long to put shards of
+    transposed copies in order, and a gradient would be gathered twice."""
+    return cast_x.q if static.gathers_x else cast_x.q_t
+
+
+def save(static: Dense, x, x_amax, cast_kernel: Cast, main_grad, quantizers: GemmQuantizers) -> Saved:
     """What a product's backward needs, under the names that checkpoint policies know."""
-    x_t, x_amax = named(quantizers.x, (cast_x.q_t, cast_x.amax))
+    x, x_amax = named(quantizers.x, (x, x_amax))
     kernel, kernel_amax = named(quantizers.kernel, (cast_kernel.q, cast_kernel.amax))
-    return Saved(x_t, kernel, x_amax, kernel_amax, main_grad if static.adds else None, quantizers)
+    return Saved(x, kernel, x_amax, kernel_amax, main_grad if static.adds else None, quantizers)
 
 
-def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None, then=lambda dx: dx, kernel_last: bool = False):
-    """From a gradient quantized both ways then(that of x, added to `dx`), those of (kernel, bias, main_grad), reports.
+def dense_backward(
+    static: Dense,
+    saved: Saved,
+    cast_dy: Cast,
+    dx=None,
+    then=lambda dx: dx,
+    kernel_last: bool = False,
+    x_t: QuantizedTensor | None = None,
+    more: bool = False,
+):
+    """From a quantized gradient then(that of x, added to `dx`), those of (kernel, bias, main_grad), reports.
 
     Before `then` comes the kernel's gradient, which lets go of its operands; kernel_last: after it, on one device.
+    x_t: the transposed copy of x, where it is gathered already. more: another product adds to the gradient of x.
     """
     quantizers = saved.quantizers
     recipe = quantizers.grad.spec.recipe
     n_axes = saved.kernel.data.ndim - static.k_axes
-    m_axes = saved.x_t.data.ndim - static.k_axes
-    x_t, several = saved.x_t, devices() > 1
+    m_axes = saved.x.data.ndim - static.k_axes
+    several, partial = devices() > 1, tensor_parallel()
     kernel_last = kernel_last and not several
-    dx = matmul(cast_dy.q, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx)
+    x_t = gathered_input(static, saved.x, cast_dy) if x_t is None else x_t
+    dy, dy_t = _gathered_gradient(static, cast_dy, n_axes)
+    # Sums over shards of n are added to each other before their shards are: that is one exchange.
+    others, dx = (dx, None) if partial else (None, dx)
+    dx = matmul(dy, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx)
+    dx = dx if others is None else others + dx
     if kernel_last:
         dx, x_t = all_at_once(then(dx), x_t)
     accumulates = static.adds is not None
     dtype = np.dtype(np.float32) if accumulates else static.kernel_dtype
-    dkernel = matmul(
-        x_t, cast_dy.q_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, saved.main_grad, in_place=bool(static.adds)
-    )
-    dx, dkernel = in_turn(dx, dkernel) if several else all_at_once(dx, dkernel)
+    dkernel = matmul(x_t, dy_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, saved.main_grad, in_place=bool(static.adds))
+    if not (partial and more):
+        dx, dkernel = in_turn(dx, dkernel) if several else all_at_once(dx, dkernel)
     if not kernel_last:
         dx = then(dx)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
@@ -128,14 +163,41 @@ def dense_backward(static: Dense, saved: Saved, cast_dy: Cast, dx=None, then=lam
     return dx, (None, dbias, dkernel) if accumulates else (dkernel, dbias, None), reports
 
 
+def gathered_input(static: Dense, x: QuantizedTensor, cast_dy: Cast) -> QuantizedTensor:
+    """The transposed copy of x with all tokens of the product; x is what was `kept`, or that already.
+
+    It is not gathered before the gradient is there: until then each device keeps its own tokens alone.
+    """
+    if not static.gathers_x and (not static.x_axes or devices() == 1):
+        return x
+    x, _ = jax.lax.optimization_barrier((x, cast_dy.q))
+    if static.gathers_x:
+        return transposed(placed(x, static.x_axes), static.k_axes)
+    return placed(x, (*static.x_axes[-static.k_axes :], *static.x_axes[: -static.k_axes]))
+
+
+def _gathered_gradient(static: Dense, cast_dy: Cast, n_axes: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """dy and its transposed copy, likewise."""
+    tokens, free = static.x_axes[: -static.k_axes], (FREE,) * n_axes
+    if not static.x_axes:
+        return cast_dy.q, cast_dy.q_t
+    dy = placed(cast_dy.q, (*tokens, *free))
+    return dy, transposed(dy, n_axes) if static.gathers_dy else placed(cast_dy.q_t, (*free, *tokens))
+
+
+def quantize_input(static: Dense, x, quantizer: Quantizer) -> Cast:
+    """x quantized both ways, or as it is where it is gathered."""
+    return quantize_for(quantizer, x, k_axes=static.k_axes, q_t=not static.gathers_x)
+
+
 def quantize_gradient(static: Dense, saved: Saved, dy: jax.Array) -> Cast:
-    """The gradient of the output quantized both ways, with its column sums where there is a bias."""
-    n_axes = saved.kernel.data.ndim - static.k_axes
-    return quantize_for(saved.quantizers.grad, dy, k_axes=n_axes, q_t=True, colsum=static.bias_dtype is not None)
+    """The gradient of the output likewise, with its column sums where there is a bias."""
+    n_axes, biased = saved.kernel.data.ndim - static.k_axes, static.bias_dtype is not None
+    return quantize_for(saved.quantizers.grad, dy, k_axes=n_axes, q_t=not static.gathers_dy, colsum=biased)
 
 
 def _forward(static: Dense, x, kernel, bias, main_grad, quantizers: GemmQuantizers, residual):
-    cast_x = quantize_for(quantizers.x, x, k_axes=static.k_axes, q_t=True)
+    cast_x = quantize_input(static, x, quantizers.x)
     return dense_forward(static, cast_x, kernel, bias, main_grad, quantizers, residual)
 
 
@@ -203,6 +265,8 @@ def dense(
     quantizers: GemmQuantizers | None = None,
     residual=None,
     by_kernels: bool = False,
+    input_axes: Axes = (),
+    output_axes: Axes = (),
 ) -> jax.Array:
     """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] and residual[m.., n..] -> [m.., n..] in x's dtype.
 
@@ -215,21 +279,38 @@ def dense(
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
       residual: x's dtype, or None; in FP8 it is added inside the product, before the one rounding of the result.
       by_kernels: let `product` compute it where it can, which has gradients but no tangents and no second derivatives.
+      input_axes, output_axes: logical axes of x and of the result, see `sharding.constrain`. Where tokens of the result
+        are sharded over more mesh axes than those of x, the product scatters its sums, and its backward gathers the
+        gradient, in FP8 the bytes.
 
     Raises:
       ValueError: the shapes do not fit.
     """
     x, bias, residual = arrays(x, bias, residual)
+    x, m_axes = constrain(x, input_axes), x.ndim - k_axes
+    shards = SequenceShards.of(x, output_axes[:m_axes], input_axes[:m_axes])
+    y = _dense(
+        shards.split(x), kernel, bias, k_axes, quantizers, None if residual is None else shards.split(residual),
+        by_kernels, shards.axes(input_axes), shards.gathered,
+    )  # fmt: skip
+    return shards.join(constrain(y, shards.axes(output_axes, between=True)))
+
+
+def _dense(
+    x, kernel, bias, k_axes: int, quantizers, residual, by_kernels: bool, x_axes: Axes, gathers_dy: bool
+) -> jax.Array:
+    """`dense`, of arrays and of x as its logical axes say."""
     kernel, main_grad = unpacked("dense", kernel)
     check_dense("dense", x, kernel, bias, k_axes)
     if residual is not None:
         check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), x.dtype)
     main_grad, adds = claimed(main_grad, x, kernel)
     if quantizers is not None and not quantizers.x.spec.calibrating:
-        static = Dense.of(x, kernel, bias, k_axes, residual is not None, adds)
+        fields = dict(residual=residual is not None, adds=adds, x_axes=x_axes, gathers_dy=gathers_dy)
+        static = Dense.of(x, kernel, bias, k_axes, **fields)
         return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual)
     if by_kernels and quantizers is None and computes(x, kernel):
-        static = Dense.of(x, kernel, bias, k_axes, residual is not None, adds)
+        static = Dense.of(x, kernel, bias, k_axes, residual=residual is not None, adds=adds)
         return product(static, x, kernel, bias, main_grad, residual)
     if main_grad is not None:
         kernel = collected(adds, kernel, main_grad)

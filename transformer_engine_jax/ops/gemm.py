@@ -89,7 +89,8 @@ def _layouts(a, b, *_, k_axes, k_first, **__) -> dict[str, tuple[int, ...]]:
     "m* k*, n* k*, -, -, n*, m* n*, - -> m* n*, -",
     whole=_needs_all_of_k,
     reduce={"d": "sum", "amax": "max"},
-    once=("bias", "c"),
+    once=("bias",),
+    parts={"c": "c_scale"},
     aliases={"c": "d"},
     workspace=_scratch,
     note=_note,
@@ -111,8 +112,9 @@ def gemm(
     amax=False,
     in_place=False,
     k_first="",
+    c_scale=1.0,
 ) -> Gemm:
-    """d = a b^T * a_scale_inv * b_scale_inv + bias + c, summed in f32 and returned as `dtype`.
+    """d = a b^T * a_scale_inv * b_scale_inv + bias + c_scale c, summed in f32 and returned as `dtype`.
 
     Args:
       a: [m.., k..] FP8, f32, f16 or bf16; its last `k_axes` axes are contracted with those of b.
@@ -126,6 +128,7 @@ def gemm(
       k_first: "", "a", "b" or "ab": which operands, not of FP8, CUDA wants to lie in memory with the contracted axes
         first, as a kernel does, and x and dy for a product of their transposes. They must be views of such arrays, lest
         XLA transpose them.
+      c_scale: where each of n devices has a shard of k.., and d is their sum, 1 / n.
     """
     a_k, b_k = a.shape[a.ndim - k_axes :], b.shape[b.ndim - k_axes :]
     if a_k != b_k:
@@ -140,7 +143,7 @@ def gemm(
     )
     for scale_inv in (a_scale_inv, b_scale_inv):
         value = value if scale_inv is None else value * scale_inv
-    for term in (bias, c):
-        value = value if term is None else value + term.astype(jnp.float32)
+    value = value if bias is None else value + bias.astype(jnp.float32)
+    value = value if c is None else value + c_scale * c.astype(jnp.float32)
     stored = store("gemm", value, d_scale, dtype=dtype, k_axes=0, transposed=False, amax=amax)
     return Gemm(stored.y, stored.amax)

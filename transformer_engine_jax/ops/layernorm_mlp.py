@@ -30,12 +30,14 @@ from transformer_engine_jax.ops.dense import (
     dense_backward,
     dense_forward,
     quantize_gradient,
+    quantize_input,
 )
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
-from transformer_engine_jax.ops.quantize import Cast, Casting, quantize_for
+from transformer_engine_jax.ops.quantize import Cast, Casting
 from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
+from transformer_engine_jax.sharding import FREE, Axes, SequenceShards, constrain
 
 
 def activation_forward(fused: Fused, z, bias, quantizer: Quantizer) -> Cast:
@@ -69,15 +71,17 @@ class _Static(NamedTuple):
     dense_1: Dense
     dense_2: Dense
     name: str  # of the first product, for checkpoint policies
+    x_axes: Axes
     return_input: bool
 
 
 def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2, quantizers):
     quantizers_1, quantizers_2 = quantizers
     if static.norm is None:
-        cast_x, norm_saved = quantize_for(quantizers_1.x, x, q_t=True), None
+        cast_x, norm_saved = quantize_input(static.dense_1, x, quantizers_1.x), None
     else:
-        cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers_1.x)
+        both = not static.dense_1.gathers_x
+        cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers_1.x, both)
     # The activation adds the bias for next to nothing, a product for 7 % of its time at gpt's size on an H200.
     z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, None, main_grad_1, quantizers_1)
     z = checkpoint_name(computed_once(z, of="product"), static.name)
@@ -100,7 +104,7 @@ def _second_kernel_last(static: _Static, saved: Saved, cast_dy: Cast) -> bool:
     if static.dense_2.adds is not None:
         return False  # it takes no memory of its own
     gradient = saved.kernel.data.size * static.dense_2.kernel_dtype.itemsize
-    return 1.5 < gradient / (saved.x_t.data.nbytes + cast_dy.q_t.data.nbytes) < 2.5
+    return 1.5 < gradient / (saved.x.data.nbytes + cast_dy.q.data.nbytes) < 2.5
 
 
 def _backward(static: _Static, residuals, cotangents):
@@ -120,6 +124,7 @@ def _backward(static: _Static, residuals, cotangents):
         kernel_last=_second_kernel_last(static, saved_2, cast_dy),
     )
     dx, parameters_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
+    dx = constrain(dx, static.x_axes)
     dgamma = dbeta = None
     if static.norm is not None:
         dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
@@ -145,6 +150,9 @@ def layernorm_mlp(
     names: tuple[str, str] = ("ffn1", "ffn2"),
     residual: bool = False,
     return_input: bool = False,
+    norm_input_axes: Axes = (),
+    dot_1_input_axes: Axes = (),
+    dot_2_input_axes: Axes = (),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """activation(norm(x[.., K]) @ kernels[0][K, A, N] + biases[0][A, N]) @ kernels[1][N, n..] + biases[1][n..].
 
@@ -158,14 +166,15 @@ def layernorm_mlp(
       names: checkpoint names of the two products' results.
       residual: add x to the result; in FP8 inside the second product, and to the gradient inside the norm's backward.
       return_input: return (that, x), as `layernorm_dense` does: for a residual that is added later.
+      norm_input_axes, dot_1_input_axes, dot_2_input_axes: logical axes of x, as `layernorm_dense` has them, and of what
+        the products read. Where tokens are gathered for the first product, they are scattered by the second.
 
     Raises:
       ValueError: the shapes do not fit, or both residual and return_input.
     """
     x, gamma, beta, bias_1, bias_2 = arrays(x, gamma, beta, *biases)
-    (kernel_1, main_grad_1), (kernel_2, main_grad_2) = [unpacked("layernorm_mlp", kernel) for kernel in kernels]
+    kernel_1, kernel_2 = [unpacked("layernorm_mlp", kernel)[0] for kernel in kernels]
     activations = as_tuple(activations)
-    fused = fused_activation(activations, activation_params)
     if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
         raise ValueError(
             f"layernorm_mlp: kernels[0]: expected [K, {len(activations)}, N] for {activations}, "
@@ -180,9 +189,33 @@ def layernorm_mlp(
         raise ValueError("layernorm_mlp: return_input: expected False where the residual is added, got True")
     if residual:
         check_residual("layernorm_mlp", x, (*x.shape[:-1], *kernel_2.shape[1:]), x.dtype)
+    x = constrain(x, norm_input_axes)
+    shards = SequenceShards.of(x, norm_input_axes[:-1], dot_1_input_axes[:-1])
+    x_axes = shards.axes(norm_input_axes, between=True)
+    y, past = _layernorm_mlp(
+        shards.split(x), gamma, beta, kernels, (bias_1, bias_2), activations, activation_params, norm_options,
+        quantizers, names, residual, return_input,
+        (x_axes, shards.axes(dot_1_input_axes), shards.axes(dot_2_input_axes)), shards.gathered,
+    )  # fmt: skip
+    if shards.gathered:
+        y = constrain(y, (*x_axes[:-1], *(FREE,) * (kernel_2.ndim - 1)))
+    y = shards.join(y)
+    return (y, shards.join(past)) if return_input else y
+
+
+def _layernorm_mlp(
+    x, gamma, beta, kernels, biases, activations, activation_params, norm_options: Norm | None, quantizers,
+    names: tuple[str, str], residual: bool, return_input: bool, axes: tuple[Axes, Axes, Axes],
+    gathers: bool,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """`layernorm_mlp`, of arrays and of x as the first logical axes say."""
+    (kernel_1, main_grad_1), (kernel_2, main_grad_2) = [unpacked("layernorm_mlp", kernel) for kernel in kernels]
+    (bias_1, bias_2), (x_axes, axes_1, axes_2) = biases, axes
+    fused = fused_activation(activations, activation_params)
     if quantizers is None or quantizers[0].x.spec.calibrating or fused is None:
         first, second = quantizers or (None, None)
         normed, past = norm_and_input(norm_options, x, gamma, beta, residual or return_input)
+        normed = constrain(normed, axes_1)
         kernel_1 = kernels[0]
         if fused is not None:  # plain JAX has tangents and second derivatives, which gradients_at_once has not
             normed, kernel_1 = gradients_at_once(normed, kernel_1)
@@ -193,14 +226,14 @@ def layernorm_mlp(
         z = checkpoint_name(dense(normed, kernel_1, in_product, quantizers=first, by_kernels=by_kernels), names[0])
         a = activation(z, activations, activation_params, in_activation)
         added = past if residual else None
-        y = dense(a, kernels[1], bias_2, quantizers=second, residual=added, by_kernels=by_kernels)
-        y = checkpoint_name(y, names[1])
-        return (y, past) if return_input else y
+        y = dense(a, kernels[1], bias_2, quantizers=second, residual=added, by_kernels=by_kernels, input_axes=axes_2)
+        return checkpoint_name(y, names[1]), past
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
-    dense_1, dense_2 = Dense.of(x, kernel_1, bias_1, 1, adds=adds_1), Dense.of(x, kernel_2, bias_2, 1, residual, adds_2)
-    static = _Static(norm_options, fused, dense_1, dense_2, names[0], return_input)
+    dense_1 = Dense.of(x, kernel_1, bias_1, 1, adds=adds_1, x_axes=axes_1, gathers_x=gathers)
+    fields = dict(residual=residual, adds=adds_2, x_axes=axes_2, gathers_dy=gathers)
+    dense_2 = Dense.of(x, kernel_2, bias_2, 1, **fields)
+    static = _Static(norm_options, fused, dense_1, dense_2, names[0], x_axes, return_input)
     parameters = kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2
     y, past = _fp8_layernorm_mlp(static, x, gamma, beta, *parameters, quantizers)
-    y = checkpoint_name(y, names[1])
-    return (y, past) if return_input else y
+    return checkpoint_name(y, names[1]), past

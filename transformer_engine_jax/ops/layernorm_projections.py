@@ -22,25 +22,31 @@ from transformer_engine_jax.ops.dense import (
     dense,
     dense_backward,
     forward_matmul,
+    gathered_input,
+    kept,
+    placed,
     quantize_gradient,
+    quantize_input,
     save,
 )
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
-from transformer_engine_jax.ops.quantize import Cast, quantize_for, quantize_stack_for
+from transformer_engine_jax.ops.quantize import quantize_for, quantize_stack_for
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
+from transformer_engine_jax.sharding import Axes, SequenceShards, constrain
 
 
 class _Static(NamedTuple):
     norm: Norm | None
     products: tuple[Dense, ...]
+    x_axes: Axes
     return_input: bool
     split: bool
 
 
 def _product(
-    static: Dense, cast_x: Cast, kernel, bias, main_grad, quantizers: GemmQuantizers, split: bool
+    static: Dense, x: QuantizedTensor, kept_x, amax, kernel, bias, main_grad, quantizers: GemmQuantizers, split: bool
 ) -> tuple[list[jax.Array], Saved]:
     """The results of one kernel [K, N], or [K, P, N], which gives P where they are split."""
     cast = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - 1, q_t=True)
@@ -48,42 +54,46 @@ def _product(
 
     def result(kernel_t, bias):
         one = QuantizedTensor(kernel_t, transposed.scale_inv)
-        return forward_matmul(cast_x.q, one, bias, 1, static.x_dtype, accumulation)
+        return forward_matmul(x, one, bias, 1, static.x_dtype, accumulation)
 
     if kernel.ndim == 2 or not split:
         results = [result(transposed.data, bias)]
     else:
         results = [result(transposed.data[i], None if bias is None else bias[i]) for i in range(kernel.shape[1])]
-    return results, save(static, cast_x, cast, main_grad, quantizers)
+    return results, save(static, kept_x, amax, cast, main_grad, quantizers)
 
 
 def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, ...], *parameters):
-    quantizer, norm_saved = quantizers[0].x, None
+    (first, *_), quantizer, norm_saved = static.products, quantizers[0].x, None
     if static.norm is None:
-        cast_x = quantize_for(quantizer, x, q_t=True)
+        cast_x = quantize_input(first, x, quantizer)
     else:
-        cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizer)
+        cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizer, not first.gathers_x)
+    of_x = placed(cast_x.q, first.x_axes), kept(first, cast_x), cast_x.amax
     results, saved = [], []
     for i, (product, of_product) in enumerate(zip(static.products, quantizers)):
-        ys, kept = _product(product, cast_x, *parameters[3 * i : 3 * i + 3], of_product, static.split)
+        ys, of_ys = _product(product, *of_x, *parameters[3 * i : 3 * i + 3], of_product, static.split)
         results += ys
-        saved.append(kept)
+        saved.append(of_ys)
     return (results, x if static.return_input else None), (norm_saved, saved)
 
 
 def _backward(static: _Static, residuals: tuple, cotangents):
     norm_saved, saved = residuals
     (dys, past), dx = cotangents, None
-    dys, parameters, reports = iter(dys), [], []
-    for product, kept in zip(static.products, saved):
-        if static.split and kept.kernel.data.ndim == 3:
-            parts = [next(dys) for _ in range(kept.kernel.data.shape[1])]
-            cast_dy = quantize_stack_for(kept.quantizers.grad, parts, colsum=product.bias_dtype is not None)
+    dys, casts, parameters, reports = iter(dys), [], [], []
+    for product, of_ys in zip(static.products, saved):
+        if static.split and of_ys.kernel.data.ndim == 3:
+            parts = [next(dys) for _ in range(of_ys.kernel.data.shape[1])]
+            casts.append(quantize_stack_for(of_ys.quantizers.grad, parts, colsum=product.bias_dtype is not None))
         else:
-            cast_dy = quantize_gradient(product, kept, next(dys))
-        dx, of_product, report = dense_backward(product, kept, cast_dy, dx)
+            casts.append(quantize_gradient(product, of_ys, next(dys)))
+    x_t = gathered_input(static.products[0], saved[0].x, casts[0])
+    for i, (product, of_ys, cast_dy) in enumerate(zip(static.products, saved, casts), 1):
+        dx, of_product, report = dense_backward(product, of_ys, cast_dy, dx, x_t=x_t, more=i < len(saved))
         parameters += of_product
         reports.append(report)
+    dx = constrain(dx, static.x_axes)
     dgamma = dbeta = None
     if static.norm is not None:
         dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
@@ -106,6 +116,8 @@ def layernorm_projections(
     quantizers: Sequence[GemmQuantizers] | None = None,
     return_input: bool = False,
     split: bool = True,
+    norm_input_axes: Axes = (),
+    dot_input_axes: Axes = (),
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """(norm(x[.., K]) times each kernel, plus its bias; and x itself where return_input asks for it, else None).
 
@@ -117,13 +129,28 @@ def layernorm_projections(
       biases: [N], [P, N] or None, one for each kernel.
       norm_options: epsilon and zero_centered_gamma, or None for no norm.
       quantizers: one for each kernel; the normed x is quantized by the first one's. None computes in x's precision.
-      return_input: as in `layernorm_dense`.
+      return_input, norm_input_axes, dot_input_axes: as in `layernorm_dense`.
 
     Raises:
       ValueError: the shapes do not fit.
     """
     x, gamma, beta = arrays(x, gamma, beta)
-    given, biases = kernels, arrays(*biases)
+    biases, x = arrays(*biases), constrain(x, norm_input_axes)
+    shards = SequenceShards.of(x, norm_input_axes[:-1], dot_input_axes[:-1])
+    axes = shards.axes(norm_input_axes, between=True), shards.axes(dot_input_axes)
+    results, past = _layernorm_projections(
+        shards.split(x), gamma, beta, kernels, biases, norm_options, quantizers, return_input, split, axes,
+        shards.gathered,
+    )  # fmt: skip
+    return [shards.join(y) for y in results], None if past is None else shards.join(past)
+
+
+def _layernorm_projections(
+    x, gamma, beta, given, biases, norm_options: Norm | None, quantizers, return_input: bool, split: bool,
+    axes: tuple[Axes, Axes], gathers_x: bool,
+) -> tuple[list[jax.Array], jax.Array | None]:  # fmt: skip
+    """`layernorm_projections`, of arrays and of x as the first logical axes say."""
+    x_axes, dot_axes = axes
     kernels, main_grads = zip(*[unpacked("layernorm_projections", kernel) for kernel in given])
     for kernel, bias in zip(kernels, biases, strict=True):
         if kernel.ndim not in (2, 3) or (kernel.ndim == 3 and kernel.shape[1] not in (2, 3)):
@@ -135,6 +162,7 @@ def layernorm_projections(
         norm_options = check_norm("layernorm_projections", norm_options, x, gamma, beta)
     if quantizers is None or quantizers[0].x.spec.calibrating:
         (normed, past), results = norm_and_input(norm_options, x, gamma, beta, return_input), []
+        normed = constrain(normed, dot_axes)
         for kernel, bias, of_product in zip(given, biases, quantizers or [None] * len(kernels), strict=True):
             y = dense(normed, kernel, bias, quantizers=of_product, by_kernels=norm_options is not None)
             stacked = split and y.ndim > normed.ndim
@@ -143,7 +171,7 @@ def layernorm_projections(
     products, parameters = [], []
     for kernel, bias, main_grad in zip(kernels, biases, main_grads):
         main_grad, adds = claimed(main_grad, x, kernel)
-        products.append(Dense.of(x, kernel, bias, 1, adds=adds))
+        products.append(Dense.of(x, kernel, bias, 1, adds=adds, x_axes=dot_axes, gathers_x=gathers_x))
         parameters += [kernel, bias, main_grad]
-    static = _Static(norm_options, tuple(products), return_input, split)
+    static = _Static(norm_options, tuple(products), x_axes, return_input, split)
     return _fp8_layernorm_projections(static, x, gamma, beta, tuple(quantizers), *parameters)
