@@ -50,6 +50,19 @@ def tensor_parallel() -> bool:
     return jax.sharding.get_abstract_mesh().shape.get(resource.tp_resource or resource.tpsp_resource, 1) > 1
 
 
+def gathered_axis(axes: Axes, shape: Sequence[int]) -> int | None:
+    """Which axis of a parameter with these logical axes is sharded as the batch is, by FSDP; None where none is.
+
+    Products gather it.
+    """
+    if len(axes) != len(shape):
+        return None
+    name, mesh = current().mesh_resource.fsdp_resource, jax.sharding.get_abstract_mesh()
+    size = 1 if name in mesh.manual_axes else mesh.shape.get(name, 1)
+    found = [i for i, entry in enumerate(_spec(axes)) if entry is not FREE and name in names_of(entry)]
+    return found[0] if size > 1 and len(found) == 1 and shape[found[0]] % size == 0 else None
+
+
 def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
     """`rules` and, for logical axes they do not name, those of the MeshResource in force.
 
@@ -75,10 +88,11 @@ def activation_axes(
     return (seqlen, "batch", features) if transposed else ("batch", seqlen, features)
 
 
-def constrain(x: jax.Array, axes: Axes) -> jax.Array:
+def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
     """x, sharded over the mesh as its logical axes say; x itself where no mesh or no rule is in force.
 
-    Rules are those of flax.linen.logical_axis_rules where set, and else those of the MeshResource.
+    Rules are those of flax.linen.logical_axis_rules where set, and else those of the MeshResource. Where they shard no
+    axis, nothing is said, unless `whole` x is asked for.
 
     Raises:
       ValueError: axes are given, but not one for each axis of x, or one twice.
@@ -96,7 +110,7 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     spec = _spec(axes)
     # To be whole along the sequence says something where it may be sharded between the products.
     gathers = "seqlen" in axes and any(name == "seqlen_tp" and to for name, to in _rules())
-    if all(entry in (None, FREE) for entry in spec) and not gathers:
+    if all(entry in (None, FREE) for entry in spec) and not (gathers or whole):
         return x
     # A batch's owner has it as it is.
     free = [name is FREE or (name == "batch" and entry is None) for name, entry in zip(axes, spec)]

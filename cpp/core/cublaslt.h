@@ -13,8 +13,8 @@ namespace te {
 // Scratch that every product may use: what cuBLASLt's algorithms ask for at most on Hopper.
 constexpr int64_t kCublasLtScratch = int64_t{32} << 20;
 
-// d[m, n] = a[m, k] b[n, k]^T (+ bias[n]) (+ c_scale * c[m, n]), all row-major and dense, but for an operand that lies as [k, m]
-// or [k, n]: not of FP8, where Hopper has no such product. An absent pointer is null.
+// d[m, n] = a[m, k] b[n, k]^T (+ bias[n]) (+ c_scale * c[m, n]), all row-major and dense, but for an operand that lies
+// as [k, m] or [k, n]: not of FP8, where Hopper has no such product. An absent pointer is null.
 struct CublasLtProduct {
   int64_t m, n, k;
   DType a_dtype, b_dtype, c_dtype, d_dtype;  // c_dtype counts where c is absent too: it decides the kernel

@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kThreads) finish(Finish f) {
       if (j >= count) continue;
       const float bias = f.bias ? load1(f.bias, f.bias_dtype, column) : 0.f;
       column = column + 1 == f.n ? 0 : column + 1;
-      v[j] = __fadd_rn(__fmul_rn(__fmul_rn(f.sums[i + j], a_scale_inv), b_scale_inv), bias) + __fmul_rn(f.c_scale, c[j]);
+      v[j] =
+          __fadd_rn(__fmul_rn(__fmul_rn(f.sums[i + j], a_scale_inv), b_scale_inv), bias) + __fmul_rn(f.c_scale, c[j]);
     }
     if (f.d_dtype == DType::F32) {
       most = store_as<float>(f.d, i, v, count, vector, most);
@@ -360,7 +361,8 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
 }  // namespace te
 
 TE_ATTRIBUTES(te::GemmAttributes, TE_ATTRIBUTE(int64_t, k_axes), TE_ATTRIBUTE(bool, split_accumulator),
-              TE_ATTRIBUTE(std::string_view, k_first), TE_ATTRIBUTE(float, c_scale), TE_ATTRIBUTE(te::Buffers, buffers));
+              TE_ATTRIBUTE(std::string_view, k_first), TE_ATTRIBUTE(float, c_scale),
+              TE_ATTRIBUTE(te::Buffers, buffers));
 
 TE_HANDLER(gemm, Gemm)
 TE_INSTANTIATOR(gemm, GemmPrepare)

@@ -3,25 +3,18 @@
 On virtual CPU devices; XLA makes one reduce-scatter of a sum and a slice on GPUs alone, so here they are sums.
 """
 
-import math
-import re
-from collections import Counter
 from functools import partial
 
 import emulated
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import steps
-from flax import nnx
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from meshes import LLAMA, FusedLayer, collectives, cpu_mesh, layer_step
 
 import transformer_engine_jax as te
-import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import testing
-from transformer_engine_jax.flax import TransformerLayer
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
@@ -46,24 +39,7 @@ RESOURCES = {
     "context": te.MeshResource(cp_resource="data", tpsp_resource="model"),
 }
 BETWEEN, WHOLE = ("batch", "seqlen_tp", "embed_activations"), ("batch", "seqlen", "embed_activations")
-Layer = partial(
-    TransformerLayer, hidden_size=HIDDEN, mlp_hidden_size=WIDE, num_attention_heads=4, hidden_dropout=0.0,
-    attention_dropout=0.0, enable_relative_embedding=False, enable_sequence_parallel=True,
-)  # fmt: skip
-LLAMA = dict(num_gqa_groups=2, mlp_activations=("silu", "linear"), layernorm_type="rmsnorm", enable_rotary_pos_emb=True)
-
-
-def mesh_of(shape, names, explicit: bool = False) -> Mesh:
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    devices = np.array(jax.devices("cpu")[: math.prod(shape)]).reshape(shape)
-    return Mesh(devices, names, axis_types=(kind,) * len(names))
-
-
-def collectives(step, *args) -> Counter:
-    """(what is exchanged, how) of the compiled step, of what is not a scalar, as often as it is."""
-    text = jax.jit(step).lower(*args).compile().as_text()
-    found = re.findall(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", text)
-    return Counter((array, how) for arrays, how in found for array in re.findall(r"\w+\[\d[\d,]*\]", arrays))
+Layer = partial(FusedLayer, enable_sequence_parallel=True)
 
 
 # --- Shards in front -------------------------------------------------------------------------------------------------
@@ -74,7 +50,7 @@ def collectives(step, *args) -> Counter:
 def test_shards_are_put_in_front_as_devices_have_them(resource, transposed):
     axes = [(a[1], a[0], a[2]) if transposed else a for a in (BETWEEN, WHOLE)]
     x = jnp.swapaxes(X, 0, 1) if transposed else X
-    mesh = mesh_of((2, 2), ("data", "model"))
+    mesh = cpu_mesh((2, 2), ("data", "model"))
     with testing.on_mesh(mesh), te.autocast(mesh_resource=RESOURCES[resource]):
         shards = SequenceShards.of(x, axes[0][:-1], axes[1][:-1])
         assert shards.gathered
@@ -94,7 +70,7 @@ def test_shards_are_put_in_front_as_devices_have_them(resource, transposed):
 
 
 def test_what_does_not_divide_stays_where_it_is():
-    mesh = mesh_of((2, 2), ("data", "model"))
+    mesh = cpu_mesh((2, 2), ("data", "model"))
     with testing.on_mesh(mesh), te.autocast(mesh_resource=RESOURCES["tensor"]):
         assert SequenceShards.of(X, BETWEEN[:-1], WHOLE[:-1]).count == 2
         assert SequenceShards.of(X[:, :15], BETWEEN[:-1], WHOLE[:-1]) == SequenceShards()
@@ -157,7 +133,7 @@ def test_ops_of_sharded_sequences_compute_what_they_do_of_whole_ones(op, resourc
 
     kernels = GAMMA, W1 / 8, W2 / 8
     expected = jax.device_get(jax.jit(gradients, static_argnums=4)(X, DY, states, kernels, False))
-    mesh = mesh_of((2, 2), ("data", "model"), explicit=explicit)
+    mesh = cpu_mesh((2, 2), ("data", "model"), explicit=explicit)
     tokens = P("data", "model") if resource == "tensor" else P(None, ("data", "model"))
     specs = P(None), P(None, None, "model"), P("model")
     with testing.on_mesh(mesh), te.autocast(mesh_resource=RESOURCES[resource]):
@@ -171,35 +147,13 @@ def test_ops_of_sharded_sequences_compute_what_they_do_of_whole_ones(op, resourc
 # --- Layers ----------------------------------------------------------------------------------------------------------
 
 
-def step_of(flavour: str, fields: dict, rec):
-    """(a step of a layer, its arguments)."""
-    if flavour == "linen":
-        layer = Layer(**fields)
-        boxed = steps.init(layer, X, rec=rec or steps.DELAYED, unbox=False)
-
-        def step(variables, x, dy):
-            y, vjp = jax.vjp(layer.apply, variables, x)
-            return y, vjp(dy)
-
-        return step, boxed
-    with steps.autocast(rec or steps.DELAYED):
-        fields = {**Layer.keywords, **fields}
-        graph, state = nnx.split(te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0)))
-
-    def step(state, x, dy):
-        y, vjp = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
-        return y, vjp(dy)
-
-    return step, state
-
-
 @pytest.mark.parametrize("rec", [None, steps.DELAYED, steps.CURRENT], ids=["f32", "delayed", "current"])
 @pytest.mark.parametrize("fields", [{}, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("flavour", ["linen", "nnx"])
 def test_a_layer_gathers_each_input_and_gradient_once_in_fp8_as_bytes(flavour, fields, rec):
-    step, variables = step_of(flavour, fields, rec)
+    step, variables = layer_step(flavour, {**fields, "enable_sequence_parallel": True}, rec, X)
     resource = te.MeshResource(tpsp_resource="model")
-    mesh = mesh_of((2,), ("model",))
+    mesh = cpu_mesh((2,), ("model",))
     with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=resource):
         if flavour == "linen":
             variables = steps.place(mesh, variables, resource)
@@ -220,7 +174,7 @@ def test_a_layer_gathers_each_input_and_gradient_once_in_fp8_as_bytes(flavour, f
 
 def test_between_products_a_sequence_is_there_by_halves():
     layer, resource = Layer(), te.MeshResource(tp_resource="model")
-    mesh = mesh_of((2,), ("model",))
+    mesh = cpu_mesh((2,), ("model",))
     boxed = steps.init(layer, X, unbox=False)
     with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
         placed, x = steps.place(mesh, boxed, resource), testing.shard(mesh, X, P(None, "model"))
@@ -238,7 +192,7 @@ def test_between_products_a_sequence_is_there_by_halves():
 def test_products_add_no_sums_over_devices(resource, expected):
     """As those of llama's q and of its k and v do: the one's would be exchanged before the other adds to it."""
     layer = Layer(**LLAMA, enable_sequence_parallel=resource.tpsp_resource is not None)
-    with testing.on_mesh(mesh_of((2,), ("model",))), steps.autocast(steps.CURRENT, mesh_resource=resource):
+    with testing.on_mesh(cpu_mesh((2,), ("model",))), steps.autocast(steps.CURRENT, mesh_resource=resource):
         variables = jax.eval_shape(layer.init, jax.random.key(0), X)
         step = lambda variables, x, dy: jax.vjp(layer.apply, variables, x)[1](dy)
         products = [row for row in te.explain(step, variables, X, DY).rows if row.name == "gemm"]

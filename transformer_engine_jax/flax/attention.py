@@ -307,6 +307,7 @@ class MultiHeadAttention(nn.Module):
                 split=split,
                 norm_input_axes=self._axes(between=True),
                 dot_input_axes=self._axes(),
+                kernel_axes=[part.kernel_axes for part in parts],
             )
         results = named_results(results, [(name, features) for name, features, _ in layout], split)
         return [keep(results[0], [part.unused for part in parts]), *results[1:]], None, past

@@ -161,6 +161,7 @@ class DenseGeneral(_Dense):
             y = dense(
                 x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual,
                 by_kernels=residual is not None, input_axes=input_axes, output_axes=self.output_axes,
+                kernel_axes=self.kernel_axes,
             )  # fmt: skip
         y = self._finish(y, x, k_axes, features, unused)
         return (y, bias) if self.return_bias else y
@@ -217,10 +218,14 @@ class LayerNormDenseGeneral(_LayerNormDense):
                 y = layernorm_dense(
                     x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers,
                     norm_input_axes=self.layernorm_input_axes, dot_input_axes=self.dot_input_axes,
+                    kernel_axes=self.kernel_axes,
                 )  # fmt: skip
             else:
                 input_axes = axes_contracted_last(self.dot_input_axes, self.axis)
-                y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, input_axes=input_axes)
+                y = dense(
+                    x, kernel, added, k_axes=k_axes, quantizers=quantizers, input_axes=input_axes,
+                    kernel_axes=self.kernel_axes,
+                )  # fmt: skip
         y = self._finish(y, x, k_axes, features, unused)
         if self.depth_scaling is not None:
             y, bias = y / self.depth_scaling, None if bias is None else bias / self.depth_scaling
@@ -233,6 +238,7 @@ class ProjectionParts(NamedTuple):
     gamma: jax.Array | None
     beta: jax.Array | None
     kernel: Kernel
+    kernel_axes: tuple[str | None, ...]
     bias: jax.Array | None
     quantizers: GemmQuantizers | None
     unused: Any  # states
@@ -251,4 +257,4 @@ class Projection(_LayerNormDense):
         )  # in the order of LayerNormDenseGeneral, on which initial values depend
         kernel, bias, _ = self._make_kernel(x, 1)
         quantizers = self.gemm_quantizers("gemm", self.fp8, self.quantization_checkpoint_name)
-        self.parts = ProjectionParts(*norm, kernel, bias, *quantizers)
+        self.parts = ProjectionParts(*norm, kernel, self.kernel_axes, bias, *quantizers)

@@ -123,6 +123,7 @@ class LayerNormMLP(Fp8Module):
                     norm_input_axes=self.layernorm_input_axes,
                     dot_1_input_axes=self.dot_1_input_axes,
                     dot_2_input_axes=self.dot_2_input_axes,
+                    kernel_axes=(self.kernel_axes_1, self.kernel_axes_2),
                 )
                 y, past = y if callable(residual) else (y, None)
             else:
@@ -148,7 +149,10 @@ class LayerNormMLP(Fp8Module):
 
     def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool, residual) -> jax.Array:
         def product(i: int, x, axes, name: str, residual=None):
-            y = dense(x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual, input_axes=axes)
+            y = dense(
+                x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual, input_axes=axes,
+                kernel_axes=(self.kernel_axes_1, self.kernel_axes_2)[i],
+            )  # fmt: skip
             y = checkpoint_name(y, name)
             if self.enable_low_rank_adaptation:
                 prefix = ("wi_", "wo_")[i]

@@ -352,6 +352,7 @@ class MultiHeadAttention(Fp8Module):
                 split=split,
                 norm_input_axes=self._axes(between=True),
                 dot_input_axes=self._axes(),
+                kernel_axes=[projection.kernel_axes for projection in projections],
             )
         results = named_results(results, [(name, p.features) for name, p in zip(names, projections)], split)
         return [keep(results[0], list(unused)), *results[1:]], None, past

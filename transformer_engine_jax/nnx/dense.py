@@ -127,6 +127,7 @@ class DenseGeneral(_Dense):
             y = dense(
                 x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual,
                 by_kernels=residual is not None, input_axes=input_axes, output_axes=self.output_axes,
+                kernel_axes=self.kernel_axes,
             )  # fmt: skip
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
@@ -189,10 +190,14 @@ class LayerNormDenseGeneral(_Dense):
                 y = layernorm_dense(
                     x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers,
                     norm_input_axes=self.layernorm_input_axes, dot_input_axes=self.dot_input_axes,
+                    kernel_axes=self.kernel_axes,
                 )  # fmt: skip
             else:
                 input_axes = axes_contracted_last(self.dot_input_axes, self.axis)
-                y = dense(x, kernel, added, k_axes=k_axes, quantizers=quantizers, input_axes=input_axes)
+                y = dense(
+                    x, kernel, added, k_axes=k_axes, quantizers=quantizers, input_axes=input_axes,
+                    kernel_axes=self.kernel_axes,
+                )  # fmt: skip
         if self.enable_low_rank_adaptation:
             y = y + self.low_rank(x, k_axes)
         y = keep(y, unused)

@@ -16,12 +16,27 @@ from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.product import computes, product
-from transformer_engine_jax.ops.quantize import Cast, named, observe, quantize_for, watch, watch_gradient
+from transformer_engine_jax.ops.quantize import (
+    Cast,
+    named,
+    observe,
+    quantize_for,
+    transpose,
+    watch,
+    watch_gradient,
+)
 from transformer_engine_jax.ops.transpose import transposed
 from transformer_engine_jax.partition import names_of
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor, Quantizer
 from transformer_engine_jax.recipe import MMParams
-from transformer_engine_jax.sharding import FREE, Axes, SequenceShards, constrain, tensor_parallel
+from transformer_engine_jax.sharding import (
+    FREE,
+    Axes,
+    SequenceShards,
+    constrain,
+    gathered_axis,
+    tensor_parallel,
+)
 
 
 class Dense(NamedTuple):
@@ -36,9 +51,18 @@ class Dense(NamedTuple):
     x_axes: Axes = ()  # logical axes of x[m.., k..] in the product, of which m.. are those of the output there
     gathers_x: bool = False  # whether each device has some of x's tokens before the product
     gathers_dy: bool = False  # whether each device has some of the output's behind it
+    # Where each device has a shard of the kernel, logical axes of the copy that is gathered: of q[k.., n..], or of
+    # q_t[n, k..], by its first axis, so that shards lie one after another.
+    q_axes: Axes = ()
+    q_t_axes: Axes = ()
 
     @classmethod
-    def of(cls, x, kernel, bias, k_axes: int, **fields) -> Dense:
+    def of(cls, x, kernel, bias, k_axes: int, kernel_axes: Axes = (), **fields) -> Dense:
+        axis = gathered_axis(kernel_axes, kernel.shape)
+        if axis == 0:
+            fields |= {"q_axes": kernel_axes}
+        elif axis == k_axes == kernel.ndim - 1:
+            fields |= {"q_t_axes": (kernel_axes[-1], *kernel_axes[:-1])}
         bias_dtype = None if bias is None else np.dtype(bias.dtype)
         return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), bias_dtype, **fields)
 
@@ -47,7 +71,7 @@ class Saved(NamedTuple):
     """What the backward of a dense product needs of its forward."""
 
     x: QuantizedTensor  # [k.., m..]; [m.., k..] where it is gathered
-    kernel: QuantizedTensor  # [k.., n..]
+    kernel: QuantizedTensor  # [k.., n..]; [n, k..] where that is gathered
     x_amax: jax.Array | None  # as Cast.amax
     kernel_amax: jax.Array | None
     main_grad: jax.Array | None  # f32[k.., n..] what the gradient of the kernel is added to
@@ -84,11 +108,13 @@ def matmul(
     ).d
 
 
-def placed(x: QuantizedTensor, axes: Axes) -> QuantizedTensor:
-    """x, sharded as its logical axes say: what is gathered for that are bytes."""
+def placed(x: QuantizedTensor, axes: Axes, whole: bool = False) -> QuantizedTensor:
+    """x, sharded as its logical axes say, and then whole along the first: what is gathered for that are bytes."""
     if not axes:
         return x
     codes = constrain(jax.lax.bitcast_convert_type(x.data, np.uint8), axes)
+    if whole:
+        codes = constrain(codes, (None, *axes[1:]), whole=True)
     return dataclasses.replace(x, data=jax.lax.bitcast_convert_type(codes, x.data.dtype))
 
 
@@ -101,10 +127,10 @@ def dense_forward(
     static: Dense, cast_x: Cast, kernel, bias, main_grad, quantizers: GemmQuantizers, residual=None
 ) -> tuple[jax.Array, Saved]:
     """The output, from an input quantized as `quantize_input` does, and what the backward needs."""
-    cast_kernel = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - static.k_axes, q=True, q_t=True)
+    kernel_t, cast_kernel = quantize_kernel(static, kernel, quantizers.kernel)
     recipe = quantizers.x.spec.recipe
     q = placed(cast_x.q, static.x_axes)
-    y = forward_matmul(q, cast_kernel.q_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
+    y = forward_matmul(q, kernel_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
     y, x = all_at_once(y, kept(static, cast_x))
     return y, save(static, x, cast_x.amax, cast_kernel, main_grad, quantizers)
 
@@ -118,7 +144,8 @@ def kept(static: Dense, cast_x: Cast) -> QuantizedTensor:
 def save(static: Dense, x, x_amax, cast_kernel: Cast, main_grad, quantizers: GemmQuantizers) -> Saved:
     """What a product's backward needs, under the names that checkpoint policies know."""
     x, x_amax = named(quantizers.x, (x, x_amax))
-    kernel, kernel_amax = named(quantizers.kernel, (cast_kernel.q, cast_kernel.amax))
+    kept_kernel = cast_kernel.q_t if static.q_t_axes else cast_kernel.q
+    kernel, kernel_amax = named(quantizers.kernel, (kept_kernel, cast_kernel.amax))
     return Saved(x, kernel, x_amax, kernel_amax, main_grad if static.adds else None, quantizers)
 
 
@@ -147,13 +174,20 @@ def dense_backward(
     dy, dy_t = _gathered_gradient(static, cast_dy, n_axes)
     # Sums over shards of n are added to each other before their shards are: that is one exchange.
     others, dx = (dx, None) if partial else (None, dx)
-    dx = matmul(dy, saved.kernel, None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx)
+    dx = matmul(
+        dy, _gathered_kernel(static, saved.kernel, cast_dy), None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx
+    )
     dx = dx if others is None else others + dx
     if kernel_last:
         dx, x_t = all_at_once(then(dx), x_t)
     accumulates = static.adds is not None
     dtype = np.dtype(np.float32) if accumulates else static.kernel_dtype
-    dkernel = matmul(x_t, dy_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, saved.main_grad, in_place=bool(static.adds))
+    if static.q_t_axes and not accumulates:  # so that what is scattered lies in order, too
+        dkernel = matmul(dy_t, x_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad)
+        dkernel = transpose(dkernel, static.k_axes)
+    else:
+        added = dict(residual=saved.main_grad, in_place=bool(static.adds))
+        dkernel = matmul(x_t, dy_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, **added)
     if not (partial and more):
         dx, dkernel = in_turn(dx, dkernel) if several else all_at_once(dx, dkernel)
     if not kernel_last:
@@ -183,6 +217,24 @@ def _gathered_gradient(static: Dense, cast_dy: Cast, n_axes: int) -> tuple[Quant
         return cast_dy.q, cast_dy.q_t
     dy = placed(cast_dy.q, (*tokens, *free))
     return dy, transposed(dy, n_axes) if static.gathers_dy else placed(cast_dy.q_t, (*free, *tokens))
+
+
+def quantize_kernel(static: Dense, kernel, quantizer: Quantizer) -> tuple[QuantizedTensor, Cast]:
+    """([n.., k..] whole, the kernel quantized both ways); one way where it is gathered, and then transposed."""
+    n_axes = kernel.ndim - static.k_axes
+    cast = quantize_for(quantizer, kernel, k_axes=n_axes, q=not static.q_t_axes, q_t=not static.q_axes)
+    if static.q_axes:
+        return transposed(placed(cast.q, static.q_axes, whole=True), n_axes), cast
+    return placed(cast.q_t, static.q_t_axes, whole=True), cast
+
+
+def _gathered_kernel(static: Dense, kernel: QuantizedTensor, cast_dy: Cast) -> QuantizedTensor:
+    """[k.., n..] whole. Not before the gradient is there, as with the input."""
+    if not (static.q_axes or static.q_t_axes):
+        return kernel
+    kernel, _ = jax.lax.optimization_barrier((kernel, cast_dy.q))
+    kernel = placed(kernel, static.q_axes or static.q_t_axes, whole=True)
+    return transposed(kernel, static.k_axes) if static.q_t_axes else kernel
 
 
 def quantize_input(static: Dense, x, quantizer: Quantizer) -> Cast:
@@ -267,6 +319,7 @@ def dense(
     by_kernels: bool = False,
     input_axes: Axes = (),
     output_axes: Axes = (),
+    kernel_axes: Axes = (),
 ) -> jax.Array:
     """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] and residual[m.., n..] -> [m.., n..] in x's dtype.
 
@@ -282,6 +335,7 @@ def dense(
       input_axes, output_axes: logical axes of x and of the result, see `sharding.constrain`. Where tokens of the result
         are sharded over more mesh axes than those of x, the product scatters its sums, and its backward gathers the
         gradient, in FP8 the bytes.
+      kernel_axes: those of the kernel. One that FSDP shards is gathered for each product, in FP8 its bytes.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -291,13 +345,22 @@ def dense(
     shards = SequenceShards.of(x, output_axes[:m_axes], input_axes[:m_axes])
     y = _dense(
         shards.split(x), kernel, bias, k_axes, quantizers, None if residual is None else shards.split(residual),
-        by_kernels, shards.axes(input_axes), shards.gathered,
+        by_kernels, shards.axes(input_axes), shards.gathered, kernel_axes,
     )  # fmt: skip
     return shards.join(constrain(y, shards.axes(output_axes, between=True)))
 
 
 def _dense(
-    x, kernel, bias, k_axes: int, quantizers, residual, by_kernels: bool, x_axes: Axes, gathers_dy: bool
+    x,
+    kernel,
+    bias,
+    k_axes: int,
+    quantizers,
+    residual,
+    by_kernels: bool,
+    x_axes: Axes,
+    gathers_dy: bool,
+    kernel_axes: Axes,
 ) -> jax.Array:
     """`dense`, of arrays and of x as its logical axes say."""
     kernel, main_grad = unpacked("dense", kernel)
@@ -306,7 +369,9 @@ def _dense(
         check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), x.dtype)
     main_grad, adds = claimed(main_grad, x, kernel)
     if quantizers is not None and not quantizers.x.spec.calibrating:
-        fields = dict(residual=residual is not None, adds=adds, x_axes=x_axes, gathers_dy=gathers_dy)
+        fields = dict(
+            residual=residual is not None, adds=adds, x_axes=x_axes, gathers_dy=gathers_dy, kernel_axes=kernel_axes
+        )
         static = Dense.of(x, kernel, bias, k_axes, **fields)
         return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual)
     if by_kernels and quantizers is None and computes(x, kernel):

@@ -91,6 +91,7 @@ def layernorm_dense(
     return_input: bool = False,
     norm_input_axes: Axes = (),
     dot_input_axes: Axes = (),
+    kernel_axes: Axes = (),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """norm(x[.., K]) contracted with kernel[K, n..], plus bias[n..] -> [.., n..] in x's dtype.
 
@@ -105,6 +106,7 @@ def layernorm_dense(
       norm_input_axes, dot_input_axes: logical axes of x and of what the product reads, see `sharding.constrain`. Tokens
         that are sharded over more mesh axes before the product are gathered for it, in FP8 their bytes, and its
         gradient is scattered.
+      kernel_axes: as in `dense`.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -114,8 +116,9 @@ def layernorm_dense(
     shards = SequenceShards.of(x, norm_input_axes[:-1], dot_input_axes[:-1])
     axes = shards.axes(norm_input_axes, between=True), shards.axes(dot_input_axes)
     y, past = _layernorm_dense(
-        shards.split(x), gamma, beta, kernel, bias, norm_options, quantizers, return_input, axes, shards.gathered
-    )
+        shards.split(x), gamma, beta, kernel, bias, norm_options, quantizers, return_input, axes, shards.gathered,
+        kernel_axes,
+    )  # fmt: skip
     y = shards.join(y)
     return (y, shards.join(past)) if return_input else y
 
@@ -131,6 +134,7 @@ def _layernorm_dense(
     return_input: bool,
     axes: tuple[Axes, Axes],
     gathers_x: bool,
+    kernel_axes: Axes,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`layernorm_dense`, of arrays and of x as the first logical axes say."""
     x_axes, dot_axes = axes
@@ -141,6 +145,6 @@ def _layernorm_dense(
     kernel, main_grad = unpacked("layernorm_dense", kernel)
     check_dense("layernorm_dense", x, kernel, bias, 1)
     main_grad, adds = claimed(main_grad, x, kernel)
-    dense_of = Dense.of(x, kernel, bias, 1, adds=adds, x_axes=dot_axes, gathers_x=gathers_x)
-    static = _Static(norm_options, dense_of, x_axes, return_input)
+    product = Dense.of(x, kernel, bias, 1, kernel_axes, adds=adds, x_axes=dot_axes, gathers_x=gathers_x)
+    static = _Static(norm_options, product, x_axes, return_input)
     return _fp8_layernorm_dense(static, x, gamma, beta, kernel, bias, main_grad, quantizers)

@@ -153,6 +153,7 @@ def layernorm_mlp(
     norm_input_axes: Axes = (),
     dot_1_input_axes: Axes = (),
     dot_2_input_axes: Axes = (),
+    kernel_axes: tuple[Axes, Axes] = ((), ()),
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """activation(norm(x[.., K]) @ kernels[0][K, A, N] + biases[0][A, N]) @ kernels[1][N, n..] + biases[1][n..].
 
@@ -168,6 +169,7 @@ def layernorm_mlp(
       return_input: return (that, x), as `layernorm_dense` does: for a residual that is added later.
       norm_input_axes, dot_1_input_axes, dot_2_input_axes: logical axes of x, as `layernorm_dense` has them, and of what
         the products read. Where tokens are gathered for the first product, they are scattered by the second.
+      kernel_axes: those of the kernels, as `dense` has them.
 
     Raises:
       ValueError: the shapes do not fit, or both residual and return_input.
@@ -195,7 +197,7 @@ def layernorm_mlp(
     y, past = _layernorm_mlp(
         shards.split(x), gamma, beta, kernels, (bias_1, bias_2), activations, activation_params, norm_options,
         quantizers, names, residual, return_input,
-        (x_axes, shards.axes(dot_1_input_axes), shards.axes(dot_2_input_axes)), shards.gathered,
+        (x_axes, shards.axes(dot_1_input_axes), shards.axes(dot_2_input_axes)), shards.gathered, kernel_axes,
     )  # fmt: skip
     if shards.gathered:
         y = constrain(y, (*x_axes[:-1], *(FREE,) * (kernel_2.ndim - 1)))
@@ -206,7 +208,7 @@ def layernorm_mlp(
 def _layernorm_mlp(
     x, gamma, beta, kernels, biases, activations, activation_params, norm_options: Norm | None, quantizers,
     names: tuple[str, str], residual: bool, return_input: bool, axes: tuple[Axes, Axes, Axes],
-    gathers: bool,
+    gathers: bool, kernel_axes: tuple[Axes, Axes],
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """`layernorm_mlp`, of arrays and of x as the first logical axes say."""
     (kernel_1, main_grad_1), (kernel_2, main_grad_2) = [unpacked("layernorm_mlp", kernel) for kernel in kernels]
@@ -230,9 +232,9 @@ def _layernorm_mlp(
         return checkpoint_name(y, names[1]), past
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
-    dense_1 = Dense.of(x, kernel_1, bias_1, 1, adds=adds_1, x_axes=axes_1, gathers_x=gathers)
+    dense_1 = Dense.of(x, kernel_1, bias_1, 1, kernel_axes[0], adds=adds_1, x_axes=axes_1, gathers_x=gathers)
     fields = dict(residual=residual, adds=adds_2, x_axes=axes_2, gathers_dy=gathers)
-    dense_2 = Dense.of(x, kernel_2, bias_2, 1, **fields)
+    dense_2 = Dense.of(x, kernel_2, bias_2, 1, kernel_axes[1], **fields)
     static = _Static(norm_options, fused, dense_1, dense_2, names[0], x_axes, return_input)
     parameters = kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2
     y, past = _fp8_layernorm_mlp(static, x, gamma, beta, *parameters, quantizers)

@@ -27,12 +27,13 @@ from transformer_engine_jax.ops.dense import (
     placed,
     quantize_gradient,
     quantize_input,
+    quantize_kernel,
     save,
 )
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
-from transformer_engine_jax.ops.quantize import quantize_for, quantize_stack_for
+from transformer_engine_jax.ops.quantize import quantize_stack_for
 from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
 from transformer_engine_jax.sharding import Axes, SequenceShards, constrain
 
@@ -49,8 +50,8 @@ def _product(
     static: Dense, x: QuantizedTensor, kept_x, amax, kernel, bias, main_grad, quantizers: GemmQuantizers, split: bool
 ) -> tuple[list[jax.Array], Saved]:
     """The results of one kernel [K, N], or [K, P, N], which gives P where they are split."""
-    cast = quantize_for(quantizers.kernel, kernel, k_axes=kernel.ndim - 1, q_t=True)
-    transposed, accumulation = cast.q_t, quantizers.x.spec.recipe.fp8_gemm_fprop
+    transposed, cast = quantize_kernel(static, kernel, quantizers.kernel)
+    accumulation = quantizers.x.spec.recipe.fp8_gemm_fprop
 
     def result(kernel_t, bias):
         one = QuantizedTensor(kernel_t, transposed.scale_inv)
@@ -118,6 +119,7 @@ def layernorm_projections(
     split: bool = True,
     norm_input_axes: Axes = (),
     dot_input_axes: Axes = (),
+    kernel_axes: Sequence[Axes] | None = None,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """(norm(x[.., K]) times each kernel, plus its bias; and x itself where return_input asks for it, else None).
 
@@ -130,6 +132,7 @@ def layernorm_projections(
       norm_options: epsilon and zero_centered_gamma, or None for no norm.
       quantizers: one for each kernel; the normed x is quantized by the first one's. None computes in x's precision.
       return_input, norm_input_axes, dot_input_axes: as in `layernorm_dense`.
+      kernel_axes: logical axes of each kernel, as `dense` has them, or None.
 
     Raises:
       ValueError: the shapes do not fit.
@@ -140,14 +143,14 @@ def layernorm_projections(
     axes = shards.axes(norm_input_axes, between=True), shards.axes(dot_input_axes)
     results, past = _layernorm_projections(
         shards.split(x), gamma, beta, kernels, biases, norm_options, quantizers, return_input, split, axes,
-        shards.gathered,
+        shards.gathered, kernel_axes or [()] * len(kernels),
     )  # fmt: skip
     return [shards.join(y) for y in results], None if past is None else shards.join(past)
 
 
 def _layernorm_projections(
     x, gamma, beta, given, biases, norm_options: Norm | None, quantizers, return_input: bool, split: bool,
-    axes: tuple[Axes, Axes], gathers_x: bool,
+    axes: tuple[Axes, Axes], gathers_x: bool, kernel_axes: Sequence[Axes],
 ) -> tuple[list[jax.Array], jax.Array | None]:  # fmt: skip
     """`layernorm_projections`, of arrays and of x as the first logical axes say."""
     x_axes, dot_axes = axes
@@ -169,9 +172,10 @@ def _layernorm_projections(
             results += [y[..., i, :] for i in range(y.shape[-2])] if stacked else [y]
         return results, past
     products, parameters = [], []
-    for kernel, bias, main_grad in zip(kernels, biases, main_grads):
+    for kernel, bias, main_grad, axes_of_kernel in zip(kernels, biases, main_grads, kernel_axes, strict=True):
         main_grad, adds = claimed(main_grad, x, kernel)
-        products.append(Dense.of(x, kernel, bias, 1, adds=adds, x_axes=dot_axes, gathers_x=gathers_x))
+        fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x)
+        products.append(Dense.of(x, kernel, bias, 1, axes_of_kernel, **fields))
         parameters += [kernel, bias, main_grad]
     static = _Static(norm_options, tuple(products), x_axes, return_input, split)
     return _fp8_layernorm_projections(static, x, gamma, beta, tuple(quantizers), *parameters)

@@ -1,0 +1,108 @@
+"""Kernels that FSDP shards: gathered for each product as bytes, once, in order, and nothing else changes."""
+
+from functools import partial
+
+import emulated
+import jax
+import jax.numpy as jnp
+import pytest
+import steps
+from jax.sharding import PartitionSpec as P
+from meshes import LLAMA, collectives, cpu_mesh, layer_step
+
+import transformer_engine_jax as te
+from transformer_engine_jax import testing
+from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
+from transformer_engine_jax.sharding import gathered_axis
+
+BATCH, LENGTH, HIDDEN, WIDE = 4, 16, 64, 96
+FSDP = te.MeshResource(fsdp_resource="data")
+BOTH = te.MeshResource(fsdp_resource="data", tp_resource="model")
+X, DY, UP, DOWN, GAMMA, UP_BUFFER, DOWN_BUFFER = (
+    jnp.asarray(a)
+    for a in emulated.normal(
+        5,
+        (BATCH, LENGTH, HIDDEN),
+        (BATCH, LENGTH, HIDDEN),
+        (HIDDEN, WIDE),
+        (WIDE, HIDDEN),
+        (HIDDEN,),
+        (HIDDEN, WIDE),
+        (WIDE, HIDDEN),
+    )
+)
+# Kernels of a layer as they are gathered, [k, ..] or [n, k], and how many there are.
+KERNELS = {
+    "gpt": {"64,3,64": 1, "64,64": 1, "64,1,96": 1, "64,96": 1},
+    "llama": {"64,64": 2, "64,2,32": 1, "64,2,96": 1, "64,96": 1},
+}
+
+
+def test_axes_that_are_gathered():
+    for explicit in (False, True):
+        mesh = cpu_mesh((2, 2), ("data", "model"), explicit=explicit)
+        with testing.on_mesh(mesh), te.autocast(mesh_resource=BOTH):
+            assert gathered_axis(("embed", "act", "mlp"), (64, 2, 96)) == 0
+            assert gathered_axis(("mlp", "embed"), (96, 64)) == 1
+            assert gathered_axis(("mlp", "embed"), (96, 63)) is None, "does not divide"
+            assert gathered_axis(("mlp", "heads"), (96, 64)) is None
+            assert gathered_axis((), (96, 64)) is None and gathered_axis(("embed",), (96, 64)) is None
+        with testing.on_mesh(mesh), te.autocast(mesh_resource=te.MeshResource(dp_resource="data")):
+            assert gathered_axis(("embed", "mlp"), (64, 96)) is None
+    with te.autocast(mesh_resource=BOTH):
+        assert gathered_axis(("embed", "mlp"), (64, 96)) is None, "there is no mesh"
+
+
+@pytest.mark.parametrize("rec", [steps.DELAYED, steps.CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize("name, fields", [("gpt", {}), ("llama", LLAMA)])
+@pytest.mark.parametrize("flavour", ["linen", "nnx"])
+def test_a_layer_gathers_each_kernel_once_a_pass_as_bytes(flavour, name, fields, rec):
+    step, variables = layer_step(flavour, fields, rec, X)
+    mesh = cpu_mesh((2,), ("data",))
+    with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=FSDP):
+        if flavour == "linen":
+            variables = steps.place(mesh, variables, FSDP)
+        else:
+
+            def placed(v):
+                axes = v.get_metadata("out_sharding", None)
+                spec = P(*("data" if a == "embed" else None for a in axes or ()))
+                return v.replace(testing.shard(mesh, v.get_value(), spec)) if axes else v
+
+            variables = jax.tree.map(placed, variables, is_leaf=lambda v: hasattr(v, "get_metadata"))
+        x, dy = (testing.shard(mesh, a, P("data")) for a in (X, DY))
+        found = collectives(step, variables, x, dy)
+    gathers = {array: n for (array, how), n in found.items() if how == "all-gather" and "," in array}
+    assert gathers == {f"u8[{shape}]": 2 * n for shape, n in KERNELS[name].items()}
+    sums = {array: n for (array, how), n in found.items() if how == "all-reduce" and "," in array}
+    assert sums == {f"f32[{shape}]": n for shape, n in KERNELS[name].items()}, "in the order of what is scattered"
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("rec", ["delayed", "current"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_products_of_gathered_kernels(explicit, rec, accumulates):
+    states = [emulated.states() for _ in range(2)]
+
+    def gradients(x, dy, states, gamma, kernels, buffers, on_mesh):
+        def run(x, states, gamma, kernels, buffers):
+            one, two = [emulated.quantizers(s, emulated.RECIPES[rec]) for s in states]
+            up, down = map(te.Accumulating, kernels, buffers) if accumulates else kernels
+            axes = [("embed", "mlp"), ("mlp", "embed")] if on_mesh else [(), ()]
+            y = jnp.sin(layernorm_dense(x, gamma, None, up, quantizers=one, kernel_axes=axes[0]))
+            return dense(y, down, quantizers=two, kernel_axes=axes[1])
+
+        y, vjp = jax.vjp(run, x, states, gamma, kernels, buffers)
+        return y, vjp(dy)
+
+    run = partial(jax.jit, static_argnums=6)(gradients)
+    kernels, buffers = (UP / 8, DOWN / 8), (UP_BUFFER, DOWN_BUFFER)
+    expected = jax.device_get(run(X, DY, states, GAMMA, kernels, buffers, False))
+    mesh = cpu_mesh((2, 2), ("data", "model"), explicit=explicit)
+    specs = P("data", "model"), P("model", "data")
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=BOTH):
+        x, dy = (testing.shard(mesh, a, P("data")) for a in (X, DY))
+        placed = [tuple(testing.shard(mesh, a, spec) for a, spec in zip(of, specs)) for of in (kernels, buffers)]
+        got = run(x, dy, states, testing.shard(mesh, GAMMA, P()), *placed, True)
+    testing.assert_close(jax.device_get(got), expected, 0.02)
