@@ -664,7 +664,8 @@ SHARDS = {
     "mlp": (
         "LayerNormMLP",
         SHARDED_MLP,
-        "'data', None, None; norm; None, None, 'model'; product; activation; 'data', None, 'model'; product",
+        "'data', None, None; norm; None, None, 'model'; product; activation; 'data', None, 'model'; product; "
+        "'data', None, UNCONSTRAINED",  # as they were before the first product gathered them
     ),
 }
 
