@@ -54,9 +54,14 @@ def gathered_axis(axes: Axes, shape: Sequence[int]) -> int | None:
     """Which axis of a parameter with these logical axes is sharded as the batch is, by FSDP; None where none is.
 
     Products gather it.
+
+    Raises:
+      ValueError: axes are given, but not one for each axis of the parameter.
     """
-    if len(axes) != len(shape):
+    if not axes:
         return None
+    if len(axes) != len(shape):
+        raise ValueError(f"kernel_axes: expected {len(shape)} logical axes for {list(shape)}, got {tuple(axes)}")
     name, mesh = current().mesh_resource.fsdp_resource, jax.sharding.get_abstract_mesh()
     size = 1 if name in mesh.manual_axes else mesh.shape.get(name, 1)
     found = [i for i, entry in enumerate(_spec(axes)) if entry is not FREE and name in names_of(entry)]

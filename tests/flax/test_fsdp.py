@@ -47,7 +47,11 @@ def test_axes_that_are_gathered():
             assert gathered_axis(("mlp", "embed"), (96, 64)) == 1
             assert gathered_axis(("mlp", "embed"), (96, 63)) is None, "does not divide"
             assert gathered_axis(("mlp", "heads"), (96, 64)) is None
-            assert gathered_axis((), (96, 64)) is None and gathered_axis(("embed",), (96, 64)) is None
+            assert gathered_axis((), (96, 64)) is None
+            with pytest.raises(
+                ValueError, match=r"kernel_axes: expected 2 logical axes for \[96, 64\], got \('embed',\)"
+            ):
+                gathered_axis(("embed",), (96, 64))
         with testing.on_mesh(mesh), te.autocast(mesh_resource=te.MeshResource(dp_resource="data")):
             assert gathered_axis(("embed", "mlp"), (64, 96)) is None
     with te.autocast(mesh_resource=BOTH):

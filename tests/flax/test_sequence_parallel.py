@@ -82,8 +82,8 @@ def test_what_does_not_divide_stays_where_it_is():
 # --- Ops -------------------------------------------------------------------------------------------------------------
 
 
-def run_mlp(quantizers, x, gamma, up, down, on_mesh, **options):
-    axes = dict(norm_input_axes=BETWEEN, dot_1_input_axes=WHOLE, dot_2_input_axes=("batch", "seqlen", "mlp"))
+def run_mlp(quantizers, x, gamma, up, down, on_mesh, inside=("batch", "seqlen", "mlp"), **options):
+    axes = dict(norm_input_axes=BETWEEN, dot_1_input_axes=WHOLE, dot_2_input_axes=inside)
     return layernorm_mlp(
         x, gamma, None, (up, down), activations=("silu", "linear"), quantizers=quantizers and tuple(quantizers[:2]),
         **(axes if on_mesh else {}), **options,
@@ -112,6 +112,7 @@ def run_one(quantizers, x, gamma, up, down, on_mesh):
 OPS = {
     "mlp": run_mlp,
     "mlp with residual": partial(run_mlp, residual=True),
+    "mlp, its inside not told": partial(run_mlp, inside=()),
     "attention": run_attention,
     "one product": run_one,
 }

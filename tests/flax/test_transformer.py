@@ -280,16 +280,18 @@ def test_sharded_is_unsharded(resource, explicit, rec):
         testing.assert_same_bytes(got["same"], expected["same"])
 
 
-def placed(mesh, boxed, variables, resource):
-    boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}
-    return steps.place(mesh, boxed, resource)
-
-
 @pytest.mark.parametrize(
-    "explicit, rec, transposed",
-    [(False, None, False), (False, DELAYED, True), (True, None, True), (True, CURRENT, False)],
+    "explicit, rec, transposed, of_batch",
+    [
+        (False, None, False, "dp"),
+        (False, DELAYED, True, "dp"),
+        (True, None, True, "dp"),
+        (True, CURRENT, False, "dp"),
+        (False, DELAYED, False, "fsdp"),
+        (True, DELAYED, True, "fsdp"),
+    ],
 )
-def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, transposed):
+def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, transposed, of_batch):
     fields = dict(use_bias=True, enable_rotary_pos_emb=True, transpose_batch_sequence=transposed)
     turn = (lambda t: jnp.swapaxes(t, 0, 1)) if transposed else (lambda t: t)
     layer = Layer(enable_sequence_parallel=True, **fields)
@@ -299,7 +301,7 @@ def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, tran
     boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}
     with steps.autocast(rec):
         expected = jax.device_get(steps.step(Layer(**fields).apply, variables, x))
-    resource = te.MeshResource(dp_resource="data", tpsp_resource="model")
+    resource = te.MeshResource(**{f"{of_batch}_resource": "data"}, tpsp_resource="model")
     mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
     with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=resource):
         placed = steps.place(mesh, boxed, resource)

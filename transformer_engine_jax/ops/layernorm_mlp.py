@@ -233,7 +233,7 @@ def _layernorm_mlp(
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
     dense_1 = Dense.of(x, kernel_1, bias_1, 1, kernel_axes[0], adds=adds_1, x_axes=axes_1, gathers_x=gathers)
-    fields = dict(residual=residual, adds=adds_2, x_axes=axes_2, gathers_dy=gathers)
+    fields = dict(residual=residual, adds=adds_2, x_axes=axes_2, gathers_dy=gathers and bool(axes_2))
     dense_2 = Dense.of(x, kernel_2, bias_2, 1, kernel_axes[1], **fields)
     static = _Static(norm_options, fused, dense_1, dense_2, names[0], x_axes, return_input)
     parameters = kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2
