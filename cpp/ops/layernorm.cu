@@ -5,7 +5,7 @@
 //   s              the statistics alone, with the amax of y (measure_rows)
 //   2 s + o + t    what these lack: unaligned rows, rows beyond 16384 values, GPUs without clusters. The statistics
 //                  first (row_statistics), then the tile kernel
-// The variance is that of differences from a mean, never a difference of large sums.
+// The variance is that of differences from a mean, never a difference of sums that are much larger.
 #include <atomic>
 
 #include "ops/layernorm_rows.cuh"
@@ -17,7 +17,9 @@ namespace {
 // ---- differences are taken per block, exchanged once, and joined (Chan, Golub and LeVeque, 1979). The clusters stay
 // ---- and go over all strips, neighbours at the same time: y_t has runs of 32 bytes, of which the L2 cache makes whole
 // ---- lines. While a strip is worked on, the next is copied to shared memory, where a thread reads back only what it
-// ---- copied itself, so that needs no barrier.
+// ---- copied itself, so that needs no barrier. With 4 steps the blocks exchange its statistics midway through the
+// strip
+// ---- before, lest they wait for each other; with 2 the copy would not have landed by then.
 
 constexpr int kStripThreads = 256;
 constexpr int kStripRows = 32;  // 4 a warp
@@ -87,6 +89,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
     norm_strips(const Norm a, const Result out, int cluster) {
 #ifdef TE_CLUSTERS
   using S = Strip<T, kSteps>;
+  constexpr bool kAhead = kSteps > 2, kByTensorCores = kAhead && sizeof(T) == 2;
   constexpr bool kThroughL1 = kSteps == 2 || kStored == Stored::kFloat;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   S& shared = *reinterpret_cast<S*>(shared_memory);
@@ -149,68 +152,96 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   __syncthreads();  // gamma and beta are there: st.async, which orders the strips, promises nothing of other stores
   cluster_wait();
 
-  int turn = 0;
-  for (int row0 = first; row0 >= 0; row0 -= stride, ++turn) {
-    if (cluster > 1 && threadIdx.x == 0) expect_bytes(&shared.arrived[turn % 2], cluster * kStripRows * sizeof(float2));
-    // ---- Take this strip, ask for the next
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    Vec8<T> raw[kSteps][4];
+  const auto wait_for_strip = [&] { asm volatile("cp.async.wait_all;" ::: "memory"); };
+  const auto fetched = [&](int step, int i) {
+    Vec8<T> x = {};
+    if (!here(step)) return x;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int q = 0; q < Vec8<T>::kQuads; ++q) x.set_quad(q, shared.next[step][i][q][threadIdx.x]);
+    return x;
+  };
+  // This block's share of the statistics of a strip: lane l has row l / 8 of the warp's.
+  const auto measured = [&](auto get) {
+    float mean = 0.f, squares = 0.f;
+    bool precise = false;
+    if constexpr (kByTensorCores) {
+      RowMoments<T> moments[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        raw[step][i] = {};
-        if (!here(step)) continue;
+      for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-        for (int q = 0; q < Vec8<T>::kQuads; ++q) raw[step][i].set_quad(q, shared.next[step][i][q][threadIdx.x]);
+        for (int i = 0; i < 4; ++i) moments[i].add(get(step, i));
       }
+      squares = sum_rows({moments[0].squares(), moments[1].squares(), moments[2].squares(), moments[3].squares()});
+      if (a.centered) {
+        const float lower = of_lane % 2 ? moments[1].sum() : moments[0].sum();
+        const float upper = of_lane % 2 ? moments[3].sum() : moments[2].sum();
+        mean = sum_of_lanes<4>(of_lane < 2 ? lower : upper) * per_column_here;
+      }
+      precise = !a.centered || center(squares, mean, static_cast<float>(cols_here));
     }
-    if (row0 >= stride) fetch(row0 - stride);
-
-    // ---- This block's share of the statistics. From here to the exchange lane l has row l / 8 of the warp's.
-    float mean = 0.f, sums[4];
+    if (__all_sync(0xffffffffu, precise)) return float2{mean, squares};
+    const auto sum_of = [&](int i, auto term) {
+      float sum = 0.f;
+#pragma unroll(kByTensorCores ? 1 : kSteps)
+      for (int step = 0; step < kSteps; ++step) {
+        if (!here(step)) continue;
+        const Vec8<T> x = get(step, i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += term(x[j]);
+      }
+      return sum;
+    };
+    float sums[4];
     if (a.centered) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[i] = 0.f;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sums[i] += raw[step][i][j];
-        }
-      }
+      for (int i = 0; i < 4; ++i) sums[i] = sum_of(i, [](float x) { return x; });
       mean = sum_rows(sums) * per_column_here;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float of_row = __shfl_sync(0xffffffffu, mean, i * 8);
-      sums[i] = 0.f;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        if (!here(step)) continue;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float d = raw[step][i][j] - of_row;
-          sums[i] += d * d;
-        }
-      }
+      sums[i] = sum_of(i, [&](float x) { return (x - of_row) * (x - of_row); });
     }
-    const float2 mine = {mean, sum_rows(sums)};
-
-    // ---- Exchange. A block that is a strip ahead writes to the other half of `parts`; it cannot be two ahead. As all
-    // ---- warps send, this one included, all are done with the last strip's transposed bytes once all have arrived.
-    float2(&parts)[kLargestCluster] = shared.parts[turn % 2][warp * 4 + of_lane];
-    if (cluster > 1) {
-#pragma unroll
-      for (int h = 0; h < kLargestCluster / 8; ++h) {
-        const int block = lane % 8 + h * 8;
-        if (block < cluster) send(&parts[rank], &shared.arrived[turn % 2], block, mine);
-      }
-      wait_for_bytes(&shared.arrived[turn % 2], turn / 2 % 2);
-    } else {  // a launch without clusters must not send
+    return float2{mean, sum_rows(sums)};
+  };
+  // To all blocks of the cluster. One that is a strip ahead writes to the other half of `parts`; none is two ahead.
+  const auto parts_of = [&](int turn) -> float2(&)[kLargestCluster] {
+    return shared.parts[turn % 2][warp * 4 + of_lane];
+  };
+  const auto send_measured = [&](int turn, auto get) {
+    const float2 mine = measured(get);
+    float2(&parts)[kLargestCluster] = parts_of(turn);
+    if (cluster == 1) {  // a launch without clusters must not send
       if (lane % 8 == 0) parts[0] = mine;
-      __syncthreads();
+      __syncwarp();
+      return;
     }
+    if (threadIdx.x == 0) expect_bytes(&shared.arrived[turn % 2], cluster * kStripRows * sizeof(float2));
+#pragma unroll
+    for (int h = 0; h < kLargestCluster / 8; ++h) {
+      const int block = lane % 8 + h * 8;
+      if (block < cluster) send(&parts[rank], &shared.arrived[turn % 2], block, mine);
+    }
+  };
+
+  int turn = 0;
+  wait_for_strip();
+  if constexpr (kAhead) send_measured(turn, fetched);
+  for (int row0 = first; row0 >= 0; row0 -= stride, ++turn) {
+    // ---- Take this strip, ask for the next
+    if constexpr (!kAhead) wait_for_strip();
+    Vec8<T> raw[kSteps][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) raw[step][i] = fetched(step, i);
+    }
+    if (row0 >= stride) fetch(row0 - stride);
+
+    // ---- Its statistics
+    if constexpr (!kAhead) send_measured(turn, [&](int step, int i) { return raw[step][i]; });
+    if (cluster > 1) wait_for_bytes(&shared.arrived[turn % 2], turn / 2 % 2);
+    const float2(&parts)[kLargestCluster] = parts_of(turn);
     float2 part[kLargestCluster / 8];
     float count[kLargestCluster / 8], weighted = 0.f, squares = 0.f;
 #pragma unroll
@@ -221,7 +252,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
           block < cluster ? static_cast<float>(min(static_cast<int>(out.cols) - block * S::kCols, S::kCols)) : 0.f;
       weighted += part[h].x * count[h];
     }
-    mean = sum_of_lanes<8>(weighted) * per_column;
+    const float mean = sum_of_lanes<8>(weighted) * per_column;
 #pragma unroll
     for (int h = 0; h < kLargestCluster / 8; ++h) {
       const float d = part[h].x - mean;
@@ -240,9 +271,15 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       shift[i] = __shfl_sync(0xffffffffu, -mean * rstd, i * 8);
     }
 
-    // ---- y, and the strip's bytes for y_t
+    // ---- y, and the strip's bytes for y_t, once all have stored the last strip's. If not ahead, all had before they
+    // sent.
+    if (kStored != Stored::kFloat && out.y_t && (kAhead || cluster == 1)) __syncthreads();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
+      if (kAhead && step == kSteps / 2 && row0 >= stride) {
+        wait_for_strip();
+        send_measured(turn + 1, fetched);
+      }
       if (!here(step)) continue;
       float4 parameters[2][2];
 #pragma unroll
@@ -307,14 +344,15 @@ cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out)
   return launch_strips_as<T, kSteps, Stored::kFloat>(stream, a, out);
 }
 
-// The launch of strips for rows of so many columns, null where there is none. With 2 steps more blocks share a
-// multiprocessor, so that one loads while another computes; with 4 fewer make a cluster, which wait for each other.
+// The launch of strips for rows as these, null where there is none. With 2 steps more blocks share a multiprocessor, so
+// that one loads while another computes; with 4 fewer make a cluster, and none waits for the others' statistics.
 template <typename T>
-auto strips_of(int64_t cols) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
+auto strips_of(const Result& out) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
   constexpr int64_t kNarrow = Strip<T, 2>::kCols;
-  const bool filled = cols < kNarrow || cols % kNarrow == 0 || Strip<T, 4>::kBlocks == 1;
-  if (cols <= 8 * kNarrow && filled) return launch_strips<T, 2>;
-  return cols <= kLargestCluster * Strip<T, 4>::kCols ? launch_strips<T, 4> : nullptr;
+  constexpr bool kAlone = Strip<T, 4>::kBlocks == 1;  // 4 steps leave no room for a second block
+  const bool filled = out.cols < kNarrow || out.cols % kNarrow == 0 || kAlone;
+  if (filled && out.cols <= (kAlone || is_fp8(out.dtype) ? 8 : 4) * kNarrow) return launch_strips<T, 2>;
+  return out.cols <= kLargestCluster * Strip<T, 4>::kCols ? launch_strips<T, 4> : nullptr;
 }
 
 template <typename T>
@@ -337,7 +375,7 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
     return ffi::Error::Success();
   }
   const bool strips = out.vector && out.rows < kMostRows && current_device().architecture >= 90;
-  if (const auto launch_them = strips ? strips_of<T>(out.cols) : nullptr) {
+  if (const auto launch_them = strips ? strips_of<T>(out) : nullptr) {
     TE_CUDA_CHECK(launch_them(stream, a, out));
     TE_CUDA_CHECK(finish_amax(stream, out.amax));
     return ffi::Error::Success();

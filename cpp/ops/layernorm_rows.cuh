@@ -18,6 +18,51 @@ struct Norm {
   bool known;     // mean and rstd are operands
 };
 
+// ---- The sum of a warp's 16-bit values of a row, and that of their squares, by the tensor cores: products are exact,
+// ---- sums in f32, and nothing is unpacked. To mma.m16n8k16 two words of a lane are 4 of 16 values of row lane / 4 of
+// A,
+// ---- and of column lane / 4 of B. As both they give products of any two of 8 rows, of which the diagonal is wanted;
+// ---- ones in the lower rows of A give the sums of B's columns.
+
+template <typename T>
+struct RowMoments {
+  float d[4] = {};
+
+  __device__ __forceinline__ void add(const Vec8<T>& x) {
+#pragma unroll
+    for (int w = 0; w < 4; w += 2) {
+      // volatile: all at once, their operands would take too many registers.
+      if constexpr (std::is_same_v<T, bf16>) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%4, %5}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(x.words[w]), "r"(x.words[w + 1]), "r"(0x3f803f80u));
+      } else {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%4, %5}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(x.words[w]), "r"(x.words[w + 1]), "r"(0x3c003c00u));
+      }
+    }
+  }
+  // To be summed over all lanes, and over 4 neighbours.
+  __device__ __forceinline__ float squares() const {
+    const int lane = threadIdx.x % 32;
+    return lane % 4 != lane / 8 ? 0.f : lane & 4 ? d[1] : d[0];
+  }
+  __device__ __forceinline__ float sum() const { return d[2] + d[3]; }
+};
+
+// Makes of the sum of n squares that of squared differences from the mean. False where that loses more than two bits,
+// or is not a number: then it has to be summed up.
+__device__ __forceinline__ bool center(float& squares, float mean, float n) {
+  const float of_mean = n * mean * mean;
+  squares -= of_mean;
+  return of_mean <= 2.f * squares;
+}
+
 // ---- y from known statistics: a Producer for the tile kernel.
 
 template <typename T>
@@ -125,7 +170,8 @@ struct RowParameters {
 
 // A row takes kWarps warps, whose threads have kVectors times 8 values of it.
 template <typename T, int kWarps, int kVectors>
-__global__ void __launch_bounds__(kMeasureThreads, kVectors <= 4 ? 2 : 1) measure_rows(const Norm a, const Result out) {
+__global__ void __launch_bounds__(kMeasureThreads, kVectors * sizeof(T) <= 16 ? 2 : 1)
+    measure_rows(const Norm a, const Result out) {
   constexpr int kGroup = kWarps * 32, kAtOnce = kMeasureThreads / kGroup;
   extern __shared__ __align__(16) unsigned char parameter_memory[];
   __shared__ float2 parts[2][kAtOnce][kWarps];  // by row, as the next one's are sent while some still read
@@ -140,10 +186,10 @@ __global__ void __launch_bounds__(kMeasureThreads, kVectors <= 4 ? 2 : 1) measur
     for (int v = 0; v < kVectors; ++v) count += min(max(cols - (v * kGroup + warp * 32) * 8, 0), 256);
     return static_cast<float>(count);
   };
-  const float per_column = 1.f / static_cast<float>(cols), per_column_here = 1.f / columns_of(in_row / 32);
-  float counts[kWarps];
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) counts[w] = columns_of(w);
+  const float columns_here = columns_of(in_row / 32);
+  const float per_column = 1.f / static_cast<float>(cols), per_column_here = 1.f / columns_here;
+  __shared__ float counts[kWarps];
+  if (threadIdx.x < kWarps) counts[threadIdx.x] = columns_of(threadIdx.x);
 
   const int stride = static_cast<int>(gridDim.x) * kAtOnce;
   int row = static_cast<int>(blockIdx.x) * kAtOnce + of_block;
@@ -176,43 +222,41 @@ __global__ void __launch_bounds__(kMeasureThreads, kVectors <= 4 ? 2 : 1) measur
     if (turn) fetch();
     if (turn && !(turn & (turn - 1)) && measured) known = out.amax.so_far();
     float mean_here = 0.f, squares = 0.f;
-    if (a.centered) {
+    bool precise = false;
+    if constexpr (sizeof(T) == 2) {
+      RowMoments<T> moments[2];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) moments[v % 2].add(raw[v]);
+      squares = sum_of_lanes(moments[0].squares() + moments[1].squares());
+      if (a.centered) mean_here = sum_of_lanes<4>(moments[0].sum() + moments[1].sum()) * per_column_here;
+      precise = !a.centered || center(squares, mean_here, columns_here);
+    }
+    if (!__all_sync(0xffffffffu, precise)) {
+      const auto sum_of = [&](auto term) {
         float sum = 0.f;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum += raw[v][j];
-        mean_here += sum;
-      }
-      mean_here = sum_of_lanes(mean_here) * per_column_here;
-    }
+        for (int v = 0; v < kVectors; ++v) {
+          if (vector(v) >= vectors) continue;
+          float of_vector = 0.f;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (vector(v) >= vectors) continue;
-      float sum = 0.f;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float off = raw[v][j] - mean_here;
-        sum += off * off;
-      }
-      squares += sum;
+          for (int j = 0; j < 8; ++j) of_vector += term(raw[v][j]);
+          sum += of_vector;
+        }
+        return sum_of_lanes(sum);
+      };
+      if (a.centered) mean_here = sum_of([](float x) { return x; }) * per_column_here;
+      squares = sum_of([&](float x) { return (x - mean_here) * (x - mean_here); });
     }
-    squares = sum_of_lanes(squares);
     float mean = mean_here;
     if (kWarps > 1) {
       float2(&of_row)[kWarps] = parts[turn % 2][of_block];
       if (lane == 0) of_row[in_row / 32] = {mean_here, squares};
       __syncthreads();
-      mean = 0.f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) mean += of_row[w].x * counts[w];
-      mean *= per_column;
-      squares = 0.f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const float off = of_row[w].x - mean;
-        squares += of_row[w].y + counts[w] * (off * off);
-      }
+      const float2 part = of_row[lane % kWarps];
+      const float count = counts[lane % kWarps];
+      mean = sum_of_lanes<kWarps>(part.x * count) * per_column;
+      const float off = part.x - mean;
+      squares = sum_of_lanes<kWarps>(part.y + count * (off * off));
     }
     const float rstd = rsqrtf(squares * per_column + a.epsilon);
     if (in_row == 0 && row < rows) {
@@ -260,13 +304,18 @@ inline bool measurable(const Result& out) {
          RowParameters::bytes(out.cols) + 2048 <= current_device().block_shared_memory;
 }
 
+// A thread has 32 registers of a row, so that two blocks share a multiprocessor and one loads while another computes;
+// beyond 8192 values of 16 bits 64, as a row of 8 warps waits longer.
 template <typename T>
 cudaError_t launch_measure_rows(cudaStream_t stream, const Norm& a, const Result& out) {
-  constexpr int kVectors = 32 / sizeof(T), kOfWarp = kVectors * 256;  // 64 registers of a thread, columns of a warp
-  static_assert(kMostMeasured / kOfWarp <= kMeasureThreads / 32);
-  if (out.cols <= 4 * 256) return launch_measure_rows<T, 1, 4>(stream, a, out);
+  constexpr int kVectors = 16 / sizeof(T), kOfWarp = kVectors * 256;
+  if (out.cols <= kOfWarp / 2) return launch_measure_rows<T, 1, kVectors / 2>(stream, a, out);
   if (out.cols <= kOfWarp) return launch_measure_rows<T, 1, kVectors>(stream, a, out);
-  return launch_measure_rows<T, kMostMeasured / kOfWarp, kVectors>(stream, a, out);
+  if (out.cols <= 2 * kOfWarp) return launch_measure_rows<T, 2, kVectors>(stream, a, out);
+  if (out.cols <= 4 * kOfWarp) return launch_measure_rows<T, 4, kVectors>(stream, a, out);
+  constexpr int kWarps = kMostMeasured / (2 * kOfWarp);
+  static_assert(kWarps <= kMeasureThreads / 32);
+  return launch_measure_rows<T, kWarps, 2 * kVectors>(stream, a, out);
 }
 
 // ---- The statistics of any row.

@@ -215,6 +215,20 @@ def test_gradient_of_rows_far_from_zero(implementation):
     assert relative_error(got, dx) < 1e-3
 
 
+@pytest.mark.parametrize("y", [True, False], ids=["normalised", "measured alone"])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("columns", [256, 768, 2048, 5120, 16384])
+def test_statistics_of_rows_near_and_far_from_zero(implementation, centred, columns, dtype, y):
+    # A GPU takes them from sums of the values and of their squares, but for rows whose squares are mostly their mean's.
+    x, gamma, beta, _ = inputs((36, columns), seed=columns)
+    x = (x + jnp.where(jnp.arange(36) % 4 == 3, 500.0, jnp.arange(36) % 4)[:, None]).astype(dtype)
+    out = forward(centred, x, gamma, beta, y=y, amax=not y)
+    _, mean, rstd, _ = exact_norm(x, gamma, beta, centred)
+    assert_rounded(out.rstd, rstd, rstd, ulps=32)  # of up to 1024 terms one after another
+    if centred:
+        assert_rounded(out.mean, mean, np.abs(wide(x)).mean(-1), ulps=32)
+
+
 def test_parameter_sums_over_many_blocks_of_rows(centred):
     x, gamma, beta, dy = inputs((3000, 40))
     out = forward(centred, x, gamma, beta)
