@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from emulated import DELAYED, F32
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
@@ -151,19 +152,24 @@ def test_waiting_is_of_one_traced_step_and_passes_every_transformation():
     assert waits(jax.grad(lambda x: dense(x, other.T, quantizers=quantizers(1)[0]).sum()), x) == 0, "of the step before"
 
 
-def test_the_compiler_sees_what_is_waited_for():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_compiler_sees_what_is_waited_for(kind):
     """Sharded as both are: no collective for it."""
     mesh = testing.mesh_of((4,), ("data",))
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,))
     rows, whole = (jax.NamedSharding(mesh, spec) for spec in (P("data"), P()))
     turns = lambda x, a, b: in_turn(in_turn(x, a)[0], b)[0]
     step = jax.jit(turns, in_shardings=(rows, rows, whole), out_shardings=rows)
-    args = jnp.ones((8, 4)), jnp.ones((4, 6)), jnp.ones(3)
-    lowered = lambda platform: step.trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    assert "CustomSPMDPartitioning" in lowered("cuda") and "custom_call" not in lowered("tpu")
-    compiled = step.lower(*args).compile()
-    text = compiled.as_text()
-    assert "te_after" in text and not any(name in text for name in ("all-gather", "all-reduce", "collective-permute"))
-    assert compiled(*args).sharding == rows
+    args = [jax.device_put(jnp.ones(n), at) for n, at in [((8, 4), rows), ((4, 6), rows), (3, whole)]]
+    with jax.set_mesh(mesh):
+        lowered = lambda platform: step.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        by_whom = "CustomSPMDPartitioning" if kind == AxisType.Auto else "te_after"
+        assert by_whom in lowered("cuda") and "custom_call" not in lowered("tpu")
+        compiled = step.lower(*args).compile()
+        text = compiled.as_text()
+        collectives = ("all-gather", "all-reduce", "collective-permute")
+        assert "te_after" in text and not any(name in text for name in collectives)
+        assert compiled(*args).sharding.is_equivalent_to(rows, 2)
 
 
 def test_the_layers_of_a_scan_have_none(devices):

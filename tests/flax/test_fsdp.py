@@ -60,10 +60,10 @@ def test_axes_that_are_gathered():
 
 @pytest.mark.parametrize("rec", [steps.DELAYED, steps.CURRENT], ids=["delayed", "current"])
 @pytest.mark.parametrize("name, fields", [("gpt", {}), ("llama", LLAMA)])
-@pytest.mark.parametrize("flavour", ["linen", "nnx"])
-def test_a_layer_gathers_each_kernel_once_a_pass_as_bytes(flavour, name, fields, rec):
+@pytest.mark.parametrize("flavour, explicit", [("linen", False), ("linen", True), ("nnx", False)])
+def test_a_layer_gathers_each_kernel_once_a_pass_as_bytes(flavour, explicit, name, fields, rec):
     step, variables = layer_step(flavour, fields, rec, X)
-    mesh = cpu_mesh((2,), ("data",))
+    mesh = cpu_mesh((2,), ("data",), explicit=explicit)
     with testing.on_mesh(mesh), steps.autocast(rec, mesh_resource=FSDP):
         if flavour == "linen":
             variables = steps.place(mesh, variables, FSDP)
@@ -81,6 +81,30 @@ def test_a_layer_gathers_each_kernel_once_a_pass_as_bytes(flavour, name, fields,
     assert gathers == {f"u8[{shape}]": 2 * n for shape, n in KERNELS[name].items()}
     sums = {array: n for (array, how), n in found.items() if how == "all-reduce" and "," in array}
     assert sums == {f"f32[{shape}]": n for shape, n in KERNELS[name].items()}, "in the order of what is scattered"
+
+
+def test_gradients_are_scattered_before_they_are_transposed_or_waited_for():
+    """Where shardings are types: the compiler scatters a sum that nothing but the shards is taken of."""
+    mesh = cpu_mesh((2,), ("data",), explicit=True)
+
+    def step(x, dy, kernels):
+        def layers(x, kernels):
+            for kernel, axes in zip(kernels, [("embed", "mlp"), ("mlp", "embed")]):
+                one = emulated.quantizers(emulated.states(), emulated.RECIPES["delayed"])
+                x = dense(x, kernel, quantizers=one, kernel_axes=axes)
+            return x
+
+        return jax.vjp(layers, x, kernels)[1](dy)
+
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=FSDP):
+        x, dy = (testing.shard(mesh, a, P("data")) for a in (X, DY))
+        kernels = testing.shard(mesh, UP, P("data")), testing.shard(mesh, DOWN, P(None, "data"))
+        traced = jax.make_jaxpr(step)(x, dy, kernels)
+    operands = lambda name: [e.invars[-1].aval for e in traced.jaxpr.eqns if e.primitive.name == name]
+    (transposed,) = [a for a in operands("transpose") if a.shape == (HIDDEN, WIDE) and a.dtype == jnp.float32]
+    (waited_for,) = operands("te_after")
+    assert waited_for.shape == (WIDE, HIDDEN)
+    assert transposed.sharding.spec == P("data", None) and waited_for.sharding.spec == P(None, "data")
 
 
 @pytest.mark.parametrize("accumulates", [False, True])

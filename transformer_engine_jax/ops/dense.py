@@ -184,10 +184,11 @@ def dense_backward(
     dtype = np.dtype(np.float32) if accumulates else static.kernel_dtype
     if static.q_t_axes and not accumulates:  # so that what is scattered lies in order, too
         dkernel = matmul(dy_t, x_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad)
-        dkernel = transpose(dkernel, static.k_axes)
+        dkernel = transpose(constrain(dkernel, static.q_t_axes), static.k_axes)
     else:
         added = dict(residual=saved.main_grad, in_place=bool(static.adds))
         dkernel = matmul(x_t, dy_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, **added)
+        dkernel = constrain(dkernel, static.q_axes or (*static.q_t_axes[1:], *static.q_t_axes[:1]))
     if not (partial and more):
         dx, dkernel = in_turn(dx, dkernel) if several else all_at_once(dx, dkernel)
     if not kernel_last:
