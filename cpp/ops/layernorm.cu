@@ -17,8 +17,7 @@ namespace {
 // ---- differences are taken per block, exchanged once, and joined (Chan, Golub and LeVeque, 1979). The clusters stay
 // ---- and go over all strips, neighbours at the same time: y_t has runs of 32 bytes, of which the L2 cache makes whole
 // ---- lines. While a strip is worked on, the next is copied to shared memory, where a thread reads back only what it
-// ---- copied itself, so that needs no barrier. With 4 steps the blocks exchange its statistics midway through the
-// strip
+// ---- copied itself, so that needs no barrier. With 4 steps the blocks exchange its statistics midway through the one
 // ---- before, lest they wait for each other; with 2 the copy would not have landed by then.
 
 constexpr int kStripThreads = 256;
