@@ -19,10 +19,9 @@ struct Norm {
 };
 
 // ---- The sum of a warp's 16-bit values of a row, and that of their squares, by the tensor cores: products are exact,
-// ---- sums in f32, and nothing is unpacked. To mma.m16n8k16 two words of a lane are 4 of 16 values of row lane / 4 of
-// A,
-// ---- and of column lane / 4 of B. As both they give products of any two of 8 rows, of which the diagonal is wanted;
-// ---- ones in the lower rows of A give the sums of B's columns.
+// ---- sums in f32, and nothing is unpacked. To mma.m16n8k16 two words of a lane are 4 of 16 values of A's row
+// ---- lane / 4, and of B's column lane / 4. As both they give products of any two of 8 rows, of which the diagonal is
+// ---- wanted; ones in the lower rows of A give the sums of B's columns.
 
 template <typename T>
 struct RowMoments {
