@@ -229,6 +229,23 @@ def test_statistics_of_rows_near_and_far_from_zero(implementation, centred, colu
         assert_rounded(out.mean, mean, np.abs(wide(x)).mean(-1), ulps=32)
 
 
+def test_rows_by_the_thousand_are_as_a_few_at_a_time(centred):
+    # On a GPU clusters of blocks take strips of these rows as they get to them, some three or four each.
+    _, gamma, beta, _ = inputs((1, 16384))
+    x = jax.random.normal(jax.random.key(0), (1584, 16384), BF16)
+
+    def normalized(x):
+        return forward(centred, x, gamma, beta, jnp.float32(37), dtype=E4M3, y_t=True, amax=True)
+
+    of_few = [normalized(few) for few in jnp.split(x, 4)]
+    for _ in range(2):  # and they leave nothing behind
+        of_all = normalized(x)
+        testing.assert_same_bytes(of_all.y, jnp.concatenate([few.y for few in of_few]))
+        testing.assert_same_bytes(of_all.y_t, jnp.concatenate([few.y_t for few in of_few], 1))
+        testing.assert_same_bytes(of_all.rstd, jnp.concatenate([few.rstd for few in of_few]))
+        testing.assert_same_bytes(of_all.amax, jnp.max(jnp.stack([few.amax for few in of_few])))
+
+
 def test_parameter_sums_over_many_blocks_of_rows(centred):
     x, gamma, beta, dy = inputs((3000, 40))
     out = forward(centred, x, gamma, beta)
