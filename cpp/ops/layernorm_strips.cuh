@@ -205,16 +205,13 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
     }
     return float2{mean, sum_rows(sums)};
   };
-  // The first row of the strip after next, by the first thread of the cluster: once for each strip of its own, so there
-  // are as many takes as strips. The first two are given out beforehand.
+  // How many strips were taken before the one after next of this cluster, beyond the first two of each, which are
+  // given out beforehand. Its first thread takes one for each strip that it works on, so there are as many takes as
+  // strips.
   int taken = 0;
-  const auto take = [&](int next) {
+  const auto take = [&](int turn) {
     if (rank != 0 || threadIdx.x != 0) return;
-    taken = next - stride;
-    if (order < 0) return;
-    const int before = atomicAdd(&strips_taken[order], 1);
-    if (before == strips - 1) atomicExch(&strips_taken[order], 0);
-    taken = (strips - 1 - 2 * clusters - before) * kStripRows;
+    taken = order < 0 ? turn * clusters + static_cast<int>(blockIdx.x) / cluster : atomicAdd(&strips_taken[order], 1);
   };
   // To all blocks of the cluster. One that is a strip ahead writes to the other half of `parts`; none is two ahead.
   const auto parts_of = [&](int turn) -> float2(&)[kLargestCluster] {
@@ -236,18 +233,20 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       if (block < cluster) send(&parts[rank], arrived, block, mine);
     }
     if (!kAhead || rank != 0 || warp != 0) return;
-    const int row = __shfl_sync(0xffffffffu, taken, 0);
+    const int before = __shfl_sync(0xffffffffu, taken, 0), row = (strips - 1 - 2 * clusters - before) * kStripRows;
+    if (lane == 0 && order >= 0 && before == strips - 1) atomicExch(&strips_taken[order], 0);
     if (lane < cluster) send(&shared.after_next[turn % 2], arrived, lane, {__int_as_float(row), 0.f});
   };
 
   int turn = 0;
   wait_for_strip();
   if constexpr (kAhead) {
-    take(first - stride);
+    take(turn);
     send_measured(turn, fetched);
   }
   for (int row0 = first, row1 = first - stride, row2; row0 >= 0; row0 = row1, row1 = row2, ++turn) {
     // ---- Take this strip, ask for the next
+    if (kAhead && row1 >= 0) take(turn + 1);  // behind the copies it would come back after them
     if constexpr (!kAhead) wait_for_strip();
     Vec8<T> raw[kSteps][4];
 #pragma unroll
@@ -257,7 +256,6 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
     }
     if (row1 >= 0) fetch(row1);
     row2 = row1 - stride;
-    if (kAhead && row1 >= 0) take(row2);
 
     // ---- Its statistics
     if constexpr (!kAhead) send_measured(turn, [&](int step, int i) { return raw[step][i]; });
