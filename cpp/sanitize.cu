@@ -327,6 +327,7 @@ int main(int count, char**) {
       std::printf("%d calls\n", calls), std::fflush(stdout);
     }
   }
+  norms(1200, 16384, kBf16);  // more strips than clusters hold at once
   states(1), states(5);
   products();
   std::printf("%d calls\n", calls);
