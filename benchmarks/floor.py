@@ -14,12 +14,14 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks import attention, gemm, kernels
 from benchmarks.shapes import Shape, products
 from benchmarks.timing import TURN, interleaved
 
 COPY = (16384, 16384)  # rows and columns of the copy that bandwidth is measured with
-FP8_BOTH_WAYS, BF16, F32 = 2, 2, 4  # bytes an entry
+FP8_BOTH_WAYS, BF16 = 2, 2  # bytes an entry
 
 
 class Floor(NamedTuple):
@@ -36,7 +38,7 @@ def stages(shape: Shape, fp8: bool) -> dict[str, int]:
     """Bytes that each memory-bound stage of a step must move.
 
     In FP8 what a product reads is written quantized, as it is and transposed, by the stage that computes it; results of
-    products and of attention, and what a norm or a curve keeps for its backward, are bf16. Weights are f32.
+    products and of attention, and what a norm or a curve keeps for its backward, are bf16.
     """
     operand = FP8_BOTH_WAYS if fp8 else BF16
     x = shape.tokens * shape.hidden
@@ -44,8 +46,9 @@ def stages(shape: Shape, fp8: bool) -> dict[str, int]:
     a = shape.tokens * shape.mlp
     qkv = shape.tokens * shape.kernels["qkv"][1]
     turned = shape.tokens * (shape.heads + shape.groups) * shape.head
+    weight = np.dtype(shape.param_dtype).itemsize
     moved = {
-        "weights": shape.parameters * (F32 + operand),
+        "weights": shape.parameters * (weight + operand) if fp8 or weight > BF16 else 0,
         "norms forward": 2 * x * (BF16 + operand),
         "norms backward": 2 * x * (BF16 + BF16 + BF16),  # gradient, input; gradient
         "activation forward": z * BF16 + a * operand,

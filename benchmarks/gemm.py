@@ -62,11 +62,6 @@ def _operands(product: Product, fp8: bool) -> list[jax.Array]:
     return made + [jnp.float32(1 / SCALE)] * 2 if fp8 else made
 
 
-def _result_dtype(product: Product):
-    """Weight gradients are f32, as the parameters; other results bf16."""
-    return jnp.float32 if product.of_gradient == "b" else jnp.bfloat16
-
-
 def exact(a, b, *scales) -> jax.Array:
     """The product with f32 sums; bf16 holds FP8 operands exactly. Not to be jitted: XLA would see through the casts,
     and add in FP8's way."""
@@ -77,7 +72,7 @@ def exact(a, b, *scales) -> jax.Array:
 
 def errors(product: Product, against: Iterable[str]) -> dict[str, float]:
     """How far each contender is off from `exact`."""
-    found, dtype = {}, _result_dtype(product)
+    found, dtype = {}, jnp.dtype(product.dtype)
     for kind in {precision(name) for name in against}:
         operands = _operands(product, kind == "fp8")
         expected = exact(*operands)
@@ -90,11 +85,11 @@ def errors(product: Product, against: Iterable[str]) -> dict[str, float]:
 
 def programs(product: Product, against: list[str]) -> tuple[dict[str, Repeated], dict[str, str]]:
     """(what is to be timed, why others can't be)."""
-    dtype = _result_dtype(product)
+    dtype = jnp.dtype(product.dtype)
     sets = {}
     for kind in {precision(name) for name in against}:
         operands = _operands(product, kind == "fp8")
-        size = sum(x.nbytes for x in operands) + product.m * product.n * jnp.dtype(dtype).itemsize
+        size = sum(x.nbytes for x in operands) + product.m * product.n * dtype.itemsize
         sets[kind] = operand_sets(operands, size, most=8)
     makers = {
         name: lambda name=name: Repeated(lambda *xs: CONTENDERS[name](dtype, *xs), sets[precision(name)])

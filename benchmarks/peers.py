@@ -60,11 +60,14 @@ class FlaxLayer(nn.Module):
 
         def norm(x):
             kind = nn.RMSNorm if s.rmsnorm else nn.LayerNorm
-            return constrained(kind(epsilon=1e-6, dtype=jnp.bfloat16)(x), ("batch", "seqlen", None))
+            return constrained(
+                kind(epsilon=1e-6, dtype=jnp.bfloat16, param_dtype=s.param_dtype)(x), ("batch", "seqlen", None)
+            )
 
         def product(name, x, features, axis=-1):
             extra = {} if self.dot_general_cls is None else {"dot_general_cls": self.dot_general_cls}
-            return nn.DenseGeneral(features, axis=axis, use_bias=s.biases, dtype=jnp.bfloat16, name=name, **extra)(x)
+            dtypes = {"dtype": jnp.bfloat16, "param_dtype": s.param_dtype}
+            return nn.DenseGeneral(features, axis=axis, use_bias=s.biases, name=name, **dtypes, **extra)(x)
 
         x = constrained(x, between)
         y = norm(x)
@@ -118,6 +121,7 @@ def _options(shape: Shape) -> dict[str, Any]:
         rotary_pos_emb_group_method="alternate",
         scale_attn_logits=True,
         transpose_batch_sequence=False,
+        dtype=jnp.dtype(shape.param_dtype),
     )
 
 

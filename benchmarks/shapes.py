@@ -18,6 +18,7 @@ class Shape(NamedTuple):
     biases: bool = True
     documents: int = 1  # sequences that a row holds, of random lengths
     dropout: float = 0.0  # of what is added to the residual stream
+    param_dtype: str = "float32"
 
     @property
     def tokens(self) -> int:
@@ -71,6 +72,7 @@ class Product(NamedTuple):
     m: int
     n: int
     k: int
+    dtype: str = "bfloat16"  # of d
 
     @property
     def of_gradient(self) -> str:
@@ -90,7 +92,7 @@ def products(shape: Shape) -> list[Product]:
         found += [
             Product(f"{name} fprop", t, n, k),
             Product(f"{name} dgrad", t, k, n),
-            Product(f"{name} wgrad", k, n, t),
+            Product(f"{name} wgrad", k, n, t, shape.param_dtype),
         ]
     return found
 
@@ -111,8 +113,13 @@ SHAPES = {
     "llama-8k": Shape(1, 8192, 4096, 14336, 32, 8, **_LLAMA),
     "llama-packed": Shape(4, 4096, 4096, 14336, 32, 8, documents=8, **_LLAMA),
     "llama-70b": Shape(2, 4096, 8192, 28672, 64, 8, **_LLAMA),
+    "gpt-16bit": Shape(8, 2048, 4096, 16384, 32, 32, param_dtype="bfloat16"),
+    "llama-16bit": Shape(4, 4096, 4096, 14336, 32, 8, **_LLAMA, param_dtype="bfloat16"),
+    "llama-1b-16bit": Shape(4, 2048, 2048, 8192, 32, 8, **_LLAMA, param_dtype="bfloat16"),
+    "qwen2-0.5b": Shape(8, 1024, 896, 4864, 14, 2, **_LLAMA),
     "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as are the next
     "tiny-llama": Shape(2, 64, 128, 256, 4, 2, **_LLAMA),
     "tiny-dropout": Shape(2, 64, 128, 256, 4, 4, dropout=0.1),
     "tiny-packed": Shape(2, 64, 128, 256, 4, 2, documents=3, **_LLAMA),
+    "tiny-16bit": Shape(2, 64, 128, 256, 4, 2, **_LLAMA, param_dtype="bfloat16"),
 }

@@ -1,5 +1,7 @@
 """The order in which gradients are computed on one device, as dependencies in the traced step: it bounds its memory."""
 
+import sys
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -59,18 +61,19 @@ def quantizers(n: int):
     return tuple(emulated.quantizers(emulated.states((1.0, 1.0, 1.0)), DELAYED) for _ in range(n))
 
 
-def mlp_step(tokens: int):
-    """A step of layernorm_mlp, kernels [64, 1, 64] and [64, 64], and its arguments, of which the last is dy."""
-    x, gamma, k1, k2, dy = (
-        jnp.asarray(a, jnp.float32)
-        for a in emulated.normal(0, (tokens, WIDTH), WIDTH, (WIDTH, 1, WIDTH), (WIDTH, WIDTH), (tokens, WIDTH))
-    )
+def mlp_step(tokens: int, activations=("gelu",), kernel_dtype=jnp.float32):
+    """A step of layernorm_mlp, kernels [64, A, 64] and [64, 64], and its arguments, of which the last is dy."""
+    shapes = (tokens, WIDTH), WIDTH, (WIDTH, len(activations), WIDTH), (WIDTH, WIDTH), (tokens, WIDTH)
+    x, gamma, k1, k2, dy = (jnp.asarray(a, jnp.float32) for a in emulated.normal(0, *shapes))
+
+    def mlp(x, gamma, *kernels):
+        return layernorm_mlp(x, gamma, None, kernels, activations=activations, quantizers=quantizers(2))
 
     def step(*args):
         *arrays, dy = args
-        return jax.vjp(lambda *a: layernorm_mlp(*a[:2], None, a[2:], quantizers=quantizers(2)), *arrays)[1](dy)
+        return jax.vjp(mlp, *arrays)[1](dy)
 
-    return step, (x, gamma, k1, k2, dy)
+    return step, (x, gamma, k1.astype(kernel_dtype), k2.astype(kernel_dtype), dy)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,42 @@ def test_second_kernel_s_gradient_waits_for_the_activation_where_its_operands_ar
     assert (activation in found[gradient]) == last
     assert (gradient in found[activation]) != last
     assert {gradient, activation} <= found["gemm", (WIDTH, 1, WIDTH)], "the first kernel's gradient is last of all"
+
+
+GATED = ("silu", "linear")
+
+
+@pytest.mark.parametrize(
+    "tokens, activations, kernel_dtype, later",
+    [
+        (48, GATED, jnp.bfloat16, True),
+        (48, ("gelu",), jnp.bfloat16, False),
+        (4 * WIDTH, GATED, jnp.float32, False),
+        (4 * WIDTH + 16, GATED, jnp.float32, True),
+    ],
+    ids=["16-bit kernels", "one activation", "few tokens", "many tokens"],
+)
+def test_a_gated_gradient_is_transposed_later_where_memory_is_short(tokens, activations, kernel_dtype, later, devices):
+    """Later: when the activation has let go of what it reads."""
+    devices(1)
+    step, args = mlp_step(tokens, activations, kernel_dtype)
+    found = runs(step, *args)
+    transposed = [name for name in found if name[0] == "transpose"]
+    assert transposed == [("transpose", (len(activations), WIDTH, tokens))] * later
+    for name in transposed:
+        assert ("activation_bwd", (tokens, len(activations), WIDTH)) in found[name]
+        assert name in found["gemm", (WIDTH, len(activations), WIDTH)]
+        assert name not in found["gemm", (tokens, WIDTH)], "the gradient of x reads the copy that is there"
+
+
+def test_a_copy_that_is_transposed_later_is_the_same(devices, monkeypatch):
+    devices(1)
+    step, args = mlp_step(48, GATED)
+    expected = jax.jit(step)(*args)
+    monkeypatch.setattr(sys.modules[layernorm_mlp.__module__], "_transposed_later", lambda *_: True)
+    jax.clear_caches()
+    assert "transpose:" in str(jax.make_jaxpr(step)(*args))
+    testing.assert_same_bytes(jax.jit(step)(*args), expected)
 
 
 @pytest.mark.parametrize("tokens", [48, 56])

@@ -109,8 +109,8 @@ def on_mesh(mesh: Mesh) -> Iterator[None]:
 
 
 def shard(mesh: Mesh, tree: Any, specs: Any) -> Any:
-    """Puts a pytree of arrays on a mesh; specs: a matching pytree of PartitionSpecs."""
-    place = lambda x, spec: jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+    """Puts a pytree of arrays, or None, on a mesh; specs: a matching pytree of PartitionSpecs."""
+    place = lambda x, spec: None if x is None else jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
     return jax.tree.map(place, tree, specs, is_leaf=lambda x: x is None)
 
 

@@ -263,6 +263,19 @@ def test_what_a_floor_counts(config, tflop, gigabytes):
     assert floor.stages(shape, fp8=False).keys() < floor.stages(shape, fp8=True).keys()
 
 
+def test_parameters_of_16_bits():
+    shape = SHAPES["tiny-16bit"]
+    x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
+    for name in ("flax", "te-bf16", "te-delayed"):
+        layer, context = peers.CONTENDERS[name](shape)
+        with context():
+            params = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
+        assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}, name
+    assert {p.dtype for p in products(shape)} == {"bfloat16"}
+    assert floor.stages(shape, fp8=False)["weights"] == 0, "nothing to convert"
+    assert floor.stages(shape, fp8=True)["weights"] == 4 * shape.parameters
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 def test_a_floor_asks_every_contender(monkeypatch, fp8):
     """XLA's choice of algorithm too: a floor of our own products alone would follow our own mistakes."""

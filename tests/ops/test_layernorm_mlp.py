@@ -271,9 +271,14 @@ def test_activations_without_a_kernel_run_stage_by_stage():
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_sharded_is_unsharded(name, explicit):
-    case = "layernorm gelu"
-    arrays, dy = inputs(case)
+@pytest.mark.parametrize(
+    "case, kernel_dtype",
+    [("layernorm gelu", jnp.float32), ("rmsnorm swiglu", jnp.bfloat16)],
+    ids=["gelu", "swiglu, transposed later"],
+)
+def test_sharded_is_unsharded(case, kernel_dtype, name, explicit):
+    (*vectors, kernels, biases), dy = inputs(case)
+    arrays = *vectors, tuple(k.astype(kernel_dtype) for k in kernels), biases
     rec = RECIPES[name]
     mesh = testing.mesh_of((4, 2), ("data", "model"), explicit=explicit)
     with jax.default_device(mesh.devices.flat[0]):

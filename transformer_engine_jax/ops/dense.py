@@ -214,10 +214,10 @@ def gathered_input(static: Dense, x: QuantizedTensor, cast_dy: Cast) -> Quantize
 def _gathered_gradient(static: Dense, cast_dy: Cast, n_axes: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     """dy and its transposed copy, likewise."""
     tokens, free = static.x_axes[: -static.k_axes], (FREE,) * n_axes
-    if not static.x_axes:
-        return cast_dy.q, cast_dy.q_t
-    dy = placed(cast_dy.q, (*tokens, *free))
-    return dy, transposed(dy, n_axes) if static.gathers_dy else placed(cast_dy.q_t, (*free, *tokens))
+    dy, dy_t = cast_dy.q, cast_dy.q_t
+    if static.x_axes:
+        dy, dy_t = placed(dy, (*tokens, *free)), dy_t and placed(dy_t, (*free, *tokens))
+    return dy, transposed(dy, n_axes) if dy_t is None else dy_t
 
 
 def quantize_kernel(static: Dense, kernel, quantizer: Quantizer) -> tuple[QuantizedTensor, Cast]:
