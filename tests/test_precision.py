@@ -59,7 +59,7 @@ def test_small_products_stay_in_high_precision_on_a_gpu(on_gpu):
     state, params = flax.core.pop(variables, "params")
     expected = steps.step(LAYER.apply, {"params": params}, X)
     testing.assert_same_bytes(got[0], expected[0])
-    testing.assert_same_bytes(got[1][0]["params"], expected[1][0]["params"])
+    testing.assert_close(got[1][0]["params"], expected[1][0]["params"], 1e-6)  # XLA adds up in other programs
     jax.tree.map(np.testing.assert_array_equal, got[1][0][te_flax.STATE_COLLECTION], state[te_flax.STATE_COLLECTION])
 
 

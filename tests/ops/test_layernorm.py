@@ -140,8 +140,8 @@ def test_measured_first_and_stored_with_what_that_found(implementation, centred,
     scale = 448 / measured.amax
     out = forward(centred, x, gamma, beta, scale, *known, dtype=E4M3, y_t=True, amax=True, scale_inv=True)
     assert out.rstd is None and (not centred or out.mean is None)
-    # Both compute the same values: the largest is the largest.
-    testing.assert_same_bytes(out.amax, measured.amax)
+    # Both compute the same values: the largest is the largest. XLA may round the reference otherwise in each program.
+    testing.assert_close(out.amax, measured.amax, 0 if implementation == "handler" else 2.0**-23)
     assert_rounded(out.amax, np.abs(y).max(), magnitude.max(), ulps=16)
     assert_fp8(out.y, y, float(scale))
     assert_transposed(out.y_t, out.y, 1)
