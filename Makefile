@@ -3,11 +3,12 @@
 #   PYTHON=python3.12   the Python to use (default: the first of python3, python3.13 ... that will do)
 #   VENV=none           use PYTHON as it is, with the packages it has, and download nothing
 #   CUDA=1              demand the CUDA extension (default: where a GPU and nvcc are there); 0 leaves it out
+#   JOBS=4              tests at once (default: as cores and memory allow, tests/conftest.py)
 #   ARGS='...'          more arguments for the training script, or for pytest
 
 VENV ?= .venv
 CUDA ?= AUTO
-JOBS ?= 2
+JOBS ?= auto
 ARGS ?=
 
 CPP := $(shell find cpp -type f)
@@ -50,7 +51,7 @@ train: $(STATE)/built  ## train a small GPT in FP8 and in ordinary precision; ta
 	$(PY) examples/train_gpt.py $(ARGS)
 
 test: $(STATE)/built  ## run the test suite
-	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo '-n $(JOBS)') $(ARGS)
+	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo '-n $(JOBS) --dist worksteal') $(ARGS)
 
 build: $(STATE)/built  ## the environment and the compiled extension, nothing else
 .PHONY: build

@@ -13,6 +13,7 @@ if not Path("/dev/nvidiactl").exists():
     if version("jaxlib").startswith("0.10."):  # later ones have no choice, and do not know the flag
         flags.append("--xla_cpu_use_fusion_emitters=false")  # in whose place older code takes half the time
 os.environ["XLA_FLAGS"] = " ".join(flags)
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -24,6 +25,18 @@ from transformer_engine_jax import precision  # noqa: E402
 
 # Most tests are of FP8 at sizes for which a GPU would not use it; tests/test_precision.py is of that choice.
 precision.platform = lambda: "cpu"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes that `-n auto` starts: one a core, of which each needs up to 4 GiB of memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    of_container = Path("/sys/fs/cgroup/memory.max")
+    if of_container.exists() and (limit := of_container.read_text().strip()) != "max":
+        memory = min(memory, int(limit))
+    return max(1, min(cores, memory // 2**32))
+
 
 MAPS = Path("/proc/self/maps")
 
