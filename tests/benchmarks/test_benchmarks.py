@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +28,10 @@ from benchmarks import (
     timing,
 )
 from benchmarks.shapes import SHAPES, products
-from benchmarks.timing import Repeated, Timing, interleaved
 from examples.gpt.data import load
 from transformer_engine_jax.flax import STATE_COLLECTION
 from transformer_engine_jax.kernel import use_references
-from transformer_engine_jax.ops.quantize import amax, quantize
+from transformer_engine_jax.ops.quantize import amax
 
 
 def rows_of(tmp_path, *argv) -> list[dict]:
@@ -95,62 +93,6 @@ def test_a_peer_that_fails_is_skipped_with_a_word_and_ours_is_not(error):
     assert list(ready) == ["works"] and failed == {"fails": "no such library"}
     with pytest.raises(error):
         timing.without_failures(makers, peer=lambda name: False)
-
-
-def test_a_turn_is_as_long_as_asked():
-    counts = {"slow": 0, "quick": 0}
-
-    def waits(name, seconds):
-        def call():
-            counts[name] += 1
-            time.sleep(seconds)
-
-        return call
-
-    timings = interleaved({"slow": waits("slow", 0.01), "quick": waits("quick", 0.005)}, rounds=2, turn=0.1)
-    # 0.1 s of the quick one in each of 3 rounds, and 3 calls before
-    assert 3 + 3 * 5 < counts["slow"] == counts["quick"] <= 3 + 3 * 21
-    assert 5 <= timings["quick"].median < timings["slow"].median
-
-
-def test_rounds_differ_in_order_and_runs_do_not():
-    def orders():
-        turns = []
-        calls = {name: lambda name=name: turns.append(name) for name in "abc"}
-        interleaved(calls, rounds=8, calls_per_round=1, turn=0.0)
-        rounds = turns[9:]  # 3 calls each are not timed
-        return [tuple(rounds[i : i + 3]) for i in range(0, len(rounds), 3)]
-
-    assert len(orders()) == 9 and all(sorted(order) == ["a", "b", "c"] for order in orders())
-    assert len(set(orders())) > 3
-    assert {order[order.index("b") - 1] for order in orders() if order[0] != "b"} == {"a", "c"}
-    assert orders() == orders()
-
-
-def test_the_first_round_finds_a_cool_gpu_and_does_not_count():
-    def slows_down():
-        done.append(0.0 if len(done) < 3 + 4 else 0.01)
-        time.sleep(done[-1])
-
-    done = []
-    assert interleaved({"one": slows_down}, rounds=3, calls_per_round=4, turn=0.0)["one"].median >= 10
-    assert len(done) == 3 + 4 * 4
-
-
-def test_a_repeated_call_is_made_on_each_set_and_returns_a_number_of_each_result():
-    sets = [[jnp.full((128, 8), 2.0 * i), jnp.float32(16.0)] for i in range(3)]
-    repeated = Repeated(lambda x, scale: (x + 1, quantize(x, scale, dtype=jnp.float8_e4m3fn, q_t=True)), sets)
-    code = repeated._compiled.as_text()
-    assert code.count('custom_call_target="te_quantize"') == repeated.count == 3
-    numbers = [[2 * i + 1, 32 * i, 32 * i, 2 * i] for i in range(3)]  # x + 1, q, its transposed copy, amax
-    assert repeated().reshape(3, 4).tolist() == numbers
-
-
-def test_the_copy_is_made_and_of_each_array():
-    copied, size = kernels.copying(8, 16)
-    assert size == 2 * 2 * 8 * 16
-    for x, y in zip(copied.arrays, copied(), strict=True):
-        assert (x == y).all() and x.unsafe_buffer_pointer() != y.unsafe_buffer_pointer()
 
 
 def test_the_fp8_of_flax_is_products_of_fp8():
@@ -251,48 +193,6 @@ def test_all_kernels_of_a_layer_are_among_the_cases():
     names = {name for name, _, _ in kernels.cases(256, 128)}
     for kind in ("layernorm", "rmsnorm", "gelu", "silu_linear"):
         assert {f"{kind} forward", f"{kind} forward -> FP8 both ways", f"{kind} backward"} <= names
-
-
-@pytest.mark.parametrize(
-    "config, tflop, gigabytes", [("gpt", 19.8, 6.85), ("llama", 21.4, 8.29), ("small", 0.618, 0.78)]
-)
-def test_what_a_floor_counts(config, tflop, gigabytes):
-    shape = SHAPES[config]
-    assert math.isclose(sum(p.flop for p in products(shape)) / 1e12, tflop, rel_tol=5e-3)
-    assert math.isclose(sum(floor.stages(shape, fp8=True).values()) / 1e9, gigabytes, rel_tol=5e-3)
-    assert floor.stages(shape, fp8=False).keys() < floor.stages(shape, fp8=True).keys()
-
-
-def test_parameters_of_16_bits():
-    shape = SHAPES["tiny-16bit"]
-    x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
-    for name in ("flax", "te-bf16", "te-delayed"):
-        layer, context = peers.CONTENDERS[name](shape)
-        with context():
-            params = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
-        assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}, name
-    assert {p.dtype for p in products(shape)} == {"bfloat16"}
-    assert floor.stages(shape, fp8=False)["weights"] == 0, "nothing to convert"
-    assert floor.stages(shape, fp8=True)["weights"] == 4 * shape.parameters
-
-
-@pytest.mark.parametrize("fp8", [True, False])
-def test_a_floor_asks_every_contender(monkeypatch, fp8):
-    """XLA's choice of algorithm too: a floor of our own products alone would follow our own mistakes."""
-    asked = []
-
-    def programs(product, against):
-        asked.append(set(against))
-        return dict.fromkeys(against, lambda: None), {}
-
-    monkeypatch.setattr(floor.gemm, "programs", programs)
-    monkeypatch.setattr(floor.attention, "programs", lambda *_: ({"te": lambda: None}, {}))
-    monkeypatch.setattr(floor, "interleaved", lambda programs, **_: dict.fromkeys(programs, Timing(1.0, 0.0)))
-    for least in floor.Machine((64, 64), turn=0.2).floors(SHAPES["tiny"], fp8).values():
-        assert (least.gemms, least.attention) == (12.0, 1.0) and 0 < least.bytes < 1e3
-    kind = "fp8" if fp8 else "bf16"
-    assert asked == 12 * [{name for name in floor.gemm.CONTENDERS if name.startswith(kind)}]
-    assert all(f"{kind}-xla" in names for names in asked)
 
 
 def test_train_compares_losses_on_the_same_bytes(tmp_path):
