@@ -10,6 +10,7 @@ if not any("xla_force_host_platform_device_count" in flag for flag in flags):
 if not Path("/dev/nvidiactl").exists():
     # Most of the time of these tests is the compiler's, on programs that run once.
     flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    flags.append("--xla_cpu_parallel_codegen_split_count=1")  # of programs this small, parts cost more than they save
     if version("jaxlib").startswith("0.10."):  # later ones have no choice, and do not know the flag
         flags.append("--xla_cpu_use_fusion_emitters=false")  # in whose place older code takes half the time
 os.environ["XLA_FLAGS"] = " ".join(flags)

@@ -25,9 +25,13 @@ def autocast(rec=None, **options):
 
 
 def init(module: nn.Module, *args, rec=None, unbox: bool = True, **kwargs):
-    """The module's variables, without the boxes that carry logical axes."""
+    """The module's variables, without the boxes that carry logical axes.
+
+    Drawn one by one: XLA takes longer to compile all that a layer draws in one program than a step of the layer.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with autocast(rec):
-        variables = jax.jit(partial(module.init, **kwargs))(jax.random.key(0), *args)
+        variables = module.lazy_init(jax.random.key(0), *shapes, **kwargs)
     return nn.unbox(variables) if unbox else variables
 
 
