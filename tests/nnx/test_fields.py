@@ -2,16 +2,17 @@
 
 import inspect
 
+import fields as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fields import DECODER, HEADS, HIDDEN, NO_EFFECT, B, S, With, X
 from flax import nnx
 from steps import DELAYED
 
 import transformer_engine_jax.nnx as te_nnx
-from tests.flax import test_fields as linen
-from tests.flax.test_fields import DECODER, HEADS, HIDDEN, NO_EFFECT, B, S, With, X
+from tests.flax import test_fields, test_parameters, test_programs
 
 WIDTH = 24  # not that of Linen's inputs
 BASE = {
@@ -101,81 +102,81 @@ def test_a_field_that_says_what_is_so_anyway_changes_nothing(name, field):
     assert before == after
 
 
-@pytest.mark.parametrize("case", linen.LAYERS)
+@pytest.mark.parametrize("case", test_fields.LAYERS)
 def test_fields_are_handed_on_to_all_inside(case):
     with linen.on_a_mesh():
-        model = make("TransformerLayer", linen.LAYERS[case], dropout=1, mine=2)
+        model = make("TransformerLayer", test_fields.LAYERS[case], dropout=1, mine=2)
     modules = {path: node for path, node in nnx.iter_graph(model) if type(node).__name__ in CHANGES}
-    linen.assert_fields_are_handed_on(modules)
+    test_fields.assert_fields_are_handed_on(modules)
 
 
 # --- Initial values, dtypes, axes, shards ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", linen.INITIAL)
+@pytest.mark.parametrize("case", test_parameters.INITIAL)
 def test_initialisers_are_those_of_exactly_their_parameters(case):
-    name, fields, expected = linen.INITIAL[case]
+    name, fields, expected = test_parameters.INITIAL[case]
     found = parameters(make(name, fields))
-    linen.assert_starts_at({path: p.get_value() for path, p in found.items()}, expected)
+    test_parameters.assert_starts_at({path: p.get_value() for path, p in found.items()}, expected)
 
 
-@linen.EACH_DTYPE
+@test_parameters.EACH_DTYPE
 def test_all_parameters_have_the_dtype_asked_for(name, field, others):
     layout = program(name, {**others, field: jnp.bfloat16}).layout
     assert {dtype for _, dtype, _ in layout.values()} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("case", linen.AXES)
+@pytest.mark.parametrize("case", test_parameters.AXES)
 def test_parameters_carry_the_axes_asked_for(case):
-    name, fields, expected = linen.AXES[case]
+    name, fields, expected = test_parameters.AXES[case]
     found = parameters(make(name, fields))
     assert {path: p.get_metadata("out_sharding") for path, p in found.items()} == expected
 
 
-@pytest.mark.parametrize("case", linen.SHARDS)
+@pytest.mark.parametrize("case", test_parameters.SHARDS)
 def test_inputs_are_sharded_as_asked_just_before_their_step(case):
-    name, fields, expected = linen.SHARDS[case]
+    name, fields, expected = test_parameters.SHARDS[case]
     model = make(name, fields)
     with linen.on_a_mesh(None):
-        assert linen.shards_and_steps(str(jax.make_jaxpr(model)(X))) == expected
+        assert test_parameters.shards_and_steps(str(jax.make_jaxpr(model)(X))) == expected
 
 
 # --- Names, dropout, precision ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", linen.NAMES)
+@pytest.mark.parametrize("case", test_programs.NAMES)
 def test_what_had_a_checkpoint_name_has_the_one_asked_for(case):
-    linen.assert_renames(program, *linen.NAMES[case])
+    test_programs.assert_renames(program, *test_programs.NAMES[case])
 
 
-@pytest.mark.parametrize("case", linen.QUANTIZED)
+@pytest.mark.parametrize("case", test_programs.QUANTIZED)
 def test_both_operands_of_each_product_have_the_checkpoint_name_asked_for(case):
-    name, others, products = linen.QUANTIZED[case]
+    name, others, products = test_programs.QUANTIZED[case]
     found = program(name, {**others, "quantization_checkpoint_name": "mine"})
-    assert linen.names_in_fp8(found.text) == ["mine"] * 2 * products
+    assert test_programs.names_in_fp8(found.text) == ["mine"] * 2 * products
 
 
 @pytest.mark.parametrize("case, cls", [("dot_general", te_nnx.DotGeneral), ("einsum", te_nnx.Einsum)])
 def test_operands_of_another_modules_product_have_the_checkpoint_name_asked_for(case, cls):
-    _, args = linen.PRODUCTS[case]
+    _, args = test_programs.PRODUCTS[case]
     run = lambda *args: cls(quantization_recipe=DELAYED, quantization_checkpoint_name="mine")(*args)
-    assert linen.names_in_fp8(jax.make_jaxpr(lambda: linen.differentiated(run, *args))()) == ["mine", "mine"]
+    assert test_programs.names_in_fp8(jax.make_jaxpr(lambda: linen.differentiated(run, *args))()) == ["mine", "mine"]
 
 
-@linen.DIMS
+@test_programs.DIMS
 def test_intermediate_dropout_of_a_layer_shares_its_pattern_over_given_axes(dims):
-    model = make("TransformerLayer", {**linen.ONES, "intermediate_dropout_dims": dims}, dropout=1)
-    linen.assert_shares_its_pattern(np.asarray(model(X) == 0), dims)
+    model = make("TransformerLayer", {**test_programs.ONES, "intermediate_dropout_dims": dims}, dropout=1)
+    test_programs.assert_shares_its_pattern(np.asarray(model(X) == 0), dims)
 
 
 @pytest.mark.parametrize("asked", [True, False])
-@pytest.mark.parametrize("case", linen.LOGITS)
+@pytest.mark.parametrize("case", test_programs.LOGITS)
 def test_logits_of_bf16_are_f32_whether_asked_for_or_not(case, asked):
-    name, field = linen.LOGITS[case]
+    name, field = test_programs.LOGITS[case]
     args, call = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments(name, BASE[name]))
-    with linen.IN_PLAIN_JAX:
+    with test_programs.IN_PLAIN_JAX:
         model = make(name, {field: asked})
-        assert linen.precisions_of_powers(jax.make_jaxpr(lambda: model(*args, **call))()) == {"f32"}
+        assert test_programs.precisions_of_powers(jax.make_jaxpr(lambda: model(*args, **call))()) == {"f32"}
 
 
 @pytest.mark.parametrize("rate", ["hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"])
