@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import transformer_engine_jax as te
 from benchmarks.timing import Repeated, interleaved, operand_sets
 from transformer_engine_jax import recipe
-from transformer_engine_jax.quantized import GemmState, gemm_quantizers
+from transformer_engine_jax.quantized import GemmState
+from transformer_engine_jax.quantizers import gemm_quantizers
 
 TOKENS = (1024, 4096, 8192, 16384)
 FEATURES = ((256, 256), (512, 512), (768, 768), (768, 3072), (1024, 1024), (1024, 4096), (2048, 2048), (4096, 4096))

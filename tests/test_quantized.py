@@ -8,8 +8,9 @@ import pytest
 from transformer_engine_jax import autocast, recipe
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, observe
 from transformer_engine_jax.ops.state import mended, read, report
-from transformer_engine_jax.quantized import GemmState, QuantizerSpec, QuantizerStates, attach, keep
+from transformer_engine_jax.quantized import GemmState, QuantizerStates
 from transformer_engine_jax.quantized import update as update_from_reports
+from transformer_engine_jax.quantizers import QuantizerSpec, attach, keep
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 

@@ -26,13 +26,8 @@ from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.ops.quantize import dequantize, quantize
 from transformer_engine_jax.ops.softmax import softmax
-from transformer_engine_jax.quantized import (
-    AttentionState,
-    GemmState,
-    QuantizerState,
-    attention_quantizers,
-    gemm_quantizers,
-)
+from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerState
+from transformer_engine_jax.quantizers import attention_quantizers, gemm_quantizers
 from transformer_engine_jax.support import is_fp8_available
 
 __all__ = [

@@ -15,7 +15,8 @@ import numpy as np
 from transformer_engine_jax import recipe
 from transformer_engine_jax.autocast import autocast
 from transformer_engine_jax.ops.quantize import cast, flush
-from transformer_engine_jax.quantized import GemmQuantizers, GemmState, QuantizerState, attach, quantizer_spec
+from transformer_engine_jax.quantized import GemmState, QuantizerState
+from transformer_engine_jax.quantizers import GemmQuantizers, attach, quantizer_spec
 
 # --- Bounds ----------------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,10 @@ from transformer_engine_jax.ops.layernorm import check_epsilon
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.ops.rope import GROUPS
-from transformer_engine_jax.quantized import (
+from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
+from transformer_engine_jax.quantizers import (
     AttentionQuantizers,
-    AttentionState,
     GemmQuantizers,
-    GemmState,
-    QuantizerStates,
     attention_quantizers,
     gemm_quantizers,
     needs_attention_state,

@@ -22,7 +22,7 @@ from transformer_engine_jax.ops.layernorm import Norm, norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.precision import Product, in_fp8
-from transformer_engine_jax.quantized import GemmQuantizers, keep
+from transformer_engine_jax.quantizers import GemmQuantizers, keep
 from transformer_engine_jax.sharding import constrain
 
 

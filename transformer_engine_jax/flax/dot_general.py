@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.flax.base import Fp8Module
 from transformer_engine_jax.ops.dot_general import dot_general, einsum
-from transformer_engine_jax.quantized import GemmQuantizers, keep, under
+from transformer_engine_jax.quantizers import GemmQuantizers, keep, under
 from transformer_engine_jax.recipe import Recipe
 
 

@@ -19,7 +19,7 @@ from transformer_engine_jax.ops.attention.decode import decode_attention
 from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
 from transformer_engine_jax.ops.attention.op import check_broadcast
 from transformer_engine_jax.ops.attention.options import as_window
-from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.quantizers import keep
 
 # "causal_padding" too: both orders of the words are in use.
 MASK_NAMES = (*MASK_TYPES, "causal_padding", "causal_bottom_right_padding")

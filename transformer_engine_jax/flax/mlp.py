@@ -26,7 +26,7 @@ from transformer_engine_jax.ops.dropout import Residual, drop
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.precision import in_fp8, mlp_products
-from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.quantizers import keep
 from transformer_engine_jax.sharding import constrain
 
 

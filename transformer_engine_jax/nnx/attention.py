@@ -41,7 +41,7 @@ from transformer_engine_jax.ops.dropout import Residual
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
 from transformer_engine_jax.precision import Product, in_fp8
-from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.quantizers import keep
 from transformer_engine_jax.sharding import activation_axes, constrain
 
 

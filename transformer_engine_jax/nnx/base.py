@@ -18,13 +18,8 @@ from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
-from transformer_engine_jax.quantized import (
-    AttentionState,
-    GemmQuantizers,
-    GemmState,
-    QuantizerStates,
-    gemm_quantizers,
-)
+from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
+from transformer_engine_jax.quantizers import GemmQuantizers, gemm_quantizers
 from transformer_engine_jax.sharding import constrain
 
 SUFFIX = "_main_grad"  # of the attribute beside a kernel, see te_nnx.main_grads

@@ -28,7 +28,7 @@ from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm, norm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.precision import Product, in_fp8
-from transformer_engine_jax.quantized import keep
+from transformer_engine_jax.quantizers import keep
 from transformer_engine_jax.sharding import constrain
 
 

@@ -6,7 +6,7 @@ import jax
 
 from transformer_engine_jax.flax.dot_general import quantized_dot_general, quantized_einsum
 from transformer_engine_jax.nnx.base import Fp8Module, module
-from transformer_engine_jax.quantized import GemmQuantizers, keep, under
+from transformer_engine_jax.quantizers import GemmQuantizers, keep, under
 from transformer_engine_jax.recipe import Recipe
 
 

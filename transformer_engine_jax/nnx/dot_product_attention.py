@@ -13,7 +13,7 @@ from flax import nnx
 from transformer_engine_jax import flax as linen
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
-from transformer_engine_jax.quantized import needs_attention_state
+from transformer_engine_jax.quantizers import needs_attention_state
 
 
 @module

@@ -27,7 +27,8 @@ from transformer_engine_jax.ops.quantize import (
 )
 from transformer_engine_jax.ops.transpose import transposed
 from transformer_engine_jax.partition import names_of
-from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor, Quantizer
+from transformer_engine_jax.quantized import QuantizedTensor
+from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
 from transformer_engine_jax.recipe import MMParams
 from transformer_engine_jax.sharding import (
     FREE,

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.quantized import GemmQuantizers, GemmState, gemm_quantizers, keep, under
+from transformer_engine_jax.quantized import GemmState
+from transformer_engine_jax.quantizers import GemmQuantizers, gemm_quantizers, keep, under
 from transformer_engine_jax.recipe import Recipe
 
 # ((contracted axes of x, of the kernel), (batch axes of x, of the kernel))

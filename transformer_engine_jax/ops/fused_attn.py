@@ -10,7 +10,7 @@ import numpy as np
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
 from transformer_engine_jax.ops.attention.options import as_window
-from transformer_engine_jax.quantized import AttentionQuantizers
+from transformer_engine_jax.quantizers import AttentionQuantizers
 
 
 def fused_attn(

@@ -29,7 +29,7 @@ from transformer_engine_jax.ops.layernorm import (
 )
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting, named
-from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
+from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
 from transformer_engine_jax.sharding import Axes, SequenceShards, constrain
 
 

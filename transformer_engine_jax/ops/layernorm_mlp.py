@@ -37,7 +37,7 @@ from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_back
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting
-from transformer_engine_jax.quantized import GemmQuantizers, Quantizer
+from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
 from transformer_engine_jax.sharding import FREE, Axes, SequenceShards, constrain
 
 

@@ -34,7 +34,8 @@ from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_back
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import quantize_stack_for
-from transformer_engine_jax.quantized import GemmQuantizers, QuantizedTensor
+from transformer_engine_jax.quantized import QuantizedTensor
+from transformer_engine_jax.quantizers import GemmQuantizers
 from transformer_engine_jax.sharding import Axes, SequenceShards, constrain
 
 

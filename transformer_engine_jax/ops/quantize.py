@@ -18,7 +18,8 @@ from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.state import GIVEN
 from transformer_engine_jax.ops.state import report as report_of
 from transformer_engine_jax.partition import pmax
-from transformer_engine_jax.quantized import QuantizedTensor, Quantizer, QuantizerSpec
+from transformer_engine_jax.quantized import QuantizedTensor
+from transformer_engine_jax.quantizers import Quantizer, QuantizerSpec
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)

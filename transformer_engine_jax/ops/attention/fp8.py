@@ -16,7 +16,7 @@ from transformer_engine_jax.differentiable import computed_once, differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.quantize import E4M3, dequantize, is_fp8, observe, quantize_for
-from transformer_engine_jax.quantized import Quantizer
+from transformer_engine_jax.quantizers import Quantizer
 
 # Below E4M3's largest, 448, and a power of two: multiplying by it is exact.
 WEIGHT_SCALE = 256.0

@@ -22,7 +22,7 @@ from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places, runs
 from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads, placed
 from transformer_engine_jax.ops.quantize import watch
-from transformer_engine_jax.quantized import AttentionQuantizers, keep
+from transformer_engine_jax.quantizers import AttentionQuantizers, keep
 
 
 def dot_product_attention(

@@ -1,0 +1,237 @@
+"""One step's view of the state: quantizers, which ops take, and the way of what they report into the next state.
+
+The state's new value leaves a step as its "gradient". Ops only report the amax they observed, as the cotangent of
+Quantizer.observed; `attach`, an identity placed where the state enters the step, turns the sum of the reports into
+the next state. So a module used twice, scanned, vmapped or summed over microbatches updates its state once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import set_current_trace
+
+from transformer_engine_jax.autocast import autocast, current
+from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.ops.state import BINS, Scaling
+from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates, scaling_of, start, update
+from transformer_engine_jax.recipe import DelayedScaling, Recipe
+
+
+class QuantizerSpec(NamedTuple):
+    """The static part of a Quantizer."""
+
+    recipe: Recipe
+    dtype: np.dtype
+    amax_axes: tuple[str, ...]
+    calibrating: bool
+    checkpoint_name: str | None = None  # of what is quantized, for checkpoint policies
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantizer:
+    """How one tensor becomes FP8 in this step; what ops take."""
+
+    scale: jax.Array | None  # as `scaling` has it; None where the recipe takes it from the tensor itself
+    observed: jax.Array | None  # f32[bins] zeros; its cotangent carries the reports
+    spec: QuantizerSpec = dataclasses.field(metadata={"static": True})
+    tensor: int = dataclasses.field(default=0, metadata={"static": True})  # which of those whose states are one array
+
+    @property
+    def scaling(self) -> Scaling:
+        """How kernels that cast take the scale."""
+        return scaling_of(self.spec.recipe, self.tensor)
+
+
+class GemmQuantizers(NamedTuple):
+    """The Quantizers of one GEMM's operands: the input, the kernel, and the gradient of the output."""
+
+    x: Any
+    kernel: Any
+    grad: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionQuantizers:
+    """How query, key and value become FP8 in this step, where attention can be computed so; what attention takes.
+
+    Only there is the state attached: elsewhere attention keeps it as it is.
+    """
+
+    state: AttentionState | None
+    spec: QuantizerSpec = dataclasses.field(metadata={"static": True})
+
+    def attached(self) -> list[Quantizer]:
+        """The Quantizers of query, key and value."""
+        return attach(self.state, 3 * (self.spec,))
+
+
+def _attach_forward(specs: tuple[QuantizerSpec, ...], states: QuantizerStates):
+    started, scales = start(states, specs[0].recipe, [spec.dtype for spec in specs])
+    # Zeros that vmap takes for as many as there are states: it adds up the reports to what states have in common.
+    zeros = [jax.lax.select(scale.ravel()[0] > 0, jnp.float32(0), jnp.float32(0)) for scale in scales]
+    return [(scale, jnp.broadcast_to(zero, (BINS,))) for scale, zero in zip(scales, zeros)], started
+
+
+def _attach_backward(specs: tuple[QuantizerSpec, ...], states: QuantizerStates, cotangents):
+    reports = [report for _, report in cotangents]
+    return (update(states, reports, specs[0].recipe, [spec.dtype for spec in specs]),)
+
+
+_attach = differentiable(_attach_forward, _attach_backward)
+
+
+def kept_on(trace, name: str) -> dict:
+    """A dictionary that lives as long as a trace, under this name."""
+    if not hasattr(trace, "__dict__"):  # a function's that is jitted or rematerialised; this much of it has one
+        trace = getattr(getattr(trace, "frame", None), "constid_to_tracer", None)
+    return trace.__dict__.setdefault(name, {}) if hasattr(trace, "__dict__") else {}
+
+
+def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> list[Quantizer]:
+    """_attach at the level of tracing where the states live, and once there.
+
+    Attaching inside the body of a scan, or in each of two calls of one model, would add up updated states, and
+    double the scale, where adding up the reports is what is wanted.
+    """
+
+    def attached() -> list[Quantizer]:
+        return [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(_attach(specs, states), specs))]
+
+    here = jax.sharding.get_abstract_mesh().manual_axes or jax.config.jax_check_tracer_leaks
+    if here or not isinstance(states.packed, jax.core.Tracer):
+        return attached()
+    trace = states.packed._trace
+    known = kept_on(trace, "_te_attached")
+    key = (specs, id(states.packed))
+    if key not in known:
+        with set_current_trace(trace):
+            quantizers = attached()
+        known[key] = (states, quantizers)  # the states too, lest an id be used again
+    return known[key][1]
+
+
+def quantizer_spec(*, backward: bool = False, checkpoint_name: str | None = None) -> QuantizerSpec:
+    """The spec of a tensor of the forward (or backward) pass under the context in force."""
+    context = current()
+    recipe = context.recipe
+    dtype = recipe.backward_dtype if backward else recipe.forward_dtype
+    return QuantizerSpec(recipe, dtype, context.amax_axes, context.calibrating, checkpoint_name)
+
+
+def attach(states: QuantizerStates | None, specs: Sequence[QuantizerSpec]) -> list[Quantizer]:
+    """This step's Quantizers, of up to three tensors under one recipe.
+
+    The gradient with respect to the states will be the next states.
+
+    Raises:
+      ValueError: the recipe needs states and there are none, or of another number, or with histories of another length.
+    """
+    recipe = specs[0].recipe
+    if not recipe.stateful:
+        return [Quantizer(None, None, spec) for spec in specs]
+    _check_states(states, recipe, len(specs))
+    return _attach_once(tuple(specs), states)
+
+
+def _check_states(states: QuantizerStates | None, recipe: DelayedScaling, tensors: int) -> None:
+    if not isinstance(states, QuantizerStates) or states.packed is None:
+        raise ValueError(
+            f"attach: {type(recipe).__name__} needs the states of what it quantizes, got {states}; "
+            "GemmState.create() and AttentionState.create() make them"
+        )
+    if states.layout != ((), tensors, recipe.amax_history_len):
+        stacked, got, length = states.layout
+        raise ValueError(
+            f"attach: expected {tensors} states of scale f32[] and amax_history f32[{recipe.amax_history_len}] (the "
+            f"recipe's amax_history_len), got {got} of f32{list(stacked)} and f32{[*stacked, length]}; "
+            "initialise the state under the recipe that it is used with"
+        )
+
+
+def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
+    """The context in force, with this recipe where one is given."""
+    return contextlib.nullcontext() if recipe is None else autocast(True, recipe, amax_axes=current().amax_axes)
+
+
+def gemm_quantizers(
+    state: GemmState | None = None, recipe: Recipe | None = None, *, checkpoint_name: str | None = None
+) -> GemmQuantizers | None:
+    """This step's quantizers of one GEMM, what ops such as `dense` take; the gradient of `state` is the next state.
+
+    Args:
+      state: of GemmState.create(recipe), or the "gradient" that the step before returned for it; a recipe that keeps
+        no history ignores it, and its gradient is then zero, which the next step takes for a new state.
+      recipe: None means that of the autocast in force.
+      checkpoint_name: a name that checkpoint policies see on what is quantized.
+
+    Returns:
+      The quantizers, or None where neither names a recipe: ops then compute in their operands' precision.
+
+    Raises:
+      ValueError: the recipe needs a state and there is none, or its history has another length.
+    """
+    with under(recipe):
+        if current().recipe is None:
+            return None
+        forward = quantizer_spec(checkpoint_name=checkpoint_name)
+        backward = quantizer_spec(backward=True, checkpoint_name=checkpoint_name)
+        return GemmQuantizers(*attach(state, (forward, forward, backward)))
+
+
+def needs_attention_state() -> bool:
+    """Whether attention under the context in force needs an AttentionState."""
+    recipe = current().recipe
+    return recipe is not None and recipe.stateful and recipe.fp8_dpa
+
+
+def attention_quantizers(
+    state: AttentionState | None = None, recipe: Recipe | None = None
+) -> AttentionQuantizers | None:
+    """This step's quantizers of attention, what `dot_product_attention` takes; the gradient of `state` is the next one.
+
+    Args:
+      state: of AttentionState.create(recipe), or the "gradient" that the step before returned for it; a recipe that
+        keeps no history ignores it.
+      recipe: None means that of the autocast in force.
+
+    Returns:
+      The quantizers, or None where neither names a recipe with fp8_dpa: attention then computes in high precision.
+
+    Raises:
+      ValueError: the recipe needs a state and there is none, or its history has another length.
+    """
+    with under(recipe):
+        recipe = current().recipe
+        if recipe is None or not recipe.fp8_dpa:
+            return None
+        if recipe.stateful:
+            _check_states(state, recipe, len(AttentionState.TENSORS))
+        return AttentionQuantizers(state if recipe.stateful else None, quantizer_spec())
+
+
+def _keep_forward(_, y, states):
+    return y, states
+
+
+def _keep_backward(_, states, cotangent):
+    return cotangent, states
+
+
+_keep = differentiable(_keep_forward, _keep_backward)
+
+
+def keep(y: Any, states: Any) -> Any:
+    """y, its first array tied to states that this step does not use: their gradient is their own value, not zero."""
+    if not jax.tree.leaves(states):
+        return y
+    (first, *others), tree = jax.tree.flatten(y)
+    return jax.tree.unflatten(tree, [_keep(None, first, states), *others])
