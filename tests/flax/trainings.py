@@ -92,9 +92,11 @@ def assert_same_training(got: list[float], expected: list[float]) -> None:
     """The same arithmetic, until f32 sums in another order move an FP8 byte: then two runs slowly part.
 
     One code of 500 moved is 3e-3 of a tensor (emulated.FLIP) and a third of that, at most, of the loss; on GPUs, where
-    XLA times what it adds up by, some more. In the end each run circles its minimum with a noise of its own.
+    XLA times what it adds up by, some more: a single loss of the first ones was off by 1.4 %, so they are compared as
+    a curve. In the end each run circles its minimum with a noise of its own.
     """
     assert expected[-1] < 0.01 * expected[0]
-    testing.assert_close(got[:20], expected[:20], 1e-3 if jax.default_backend() == "cpu" else 1e-2, "the first steps")
+    first, expected_first = np.asarray(got[:20]), np.asarray(expected[:20])
+    testing.assert_close(first, expected_first, 1e-3 if jax.default_backend() == "cpu" else 5e-3, "the first steps")
     last, expected_last = np.mean(got[-20:]), np.mean(expected[-20:])
     assert abs(last / expected_last - 1) < 0.25, (got[-20:], expected[-20:])
