@@ -1,4 +1,4 @@
-"""MultiHeadAttention and RelativePositionBiases against plain forms of them."""
+"""MultiHeadAttention against plain forms of it."""
 
 from functools import partial
 
@@ -17,7 +17,6 @@ from transformer_engine_jax import testing
 from transformer_engine_jax.flax import (
     STATE_COLLECTION,
     MultiHeadAttention,
-    RelativePositionBiases,
     SequenceDescriptor,
     TransformerLayer,
 )
@@ -28,8 +27,6 @@ Q, K, V, BIAS = (jnp.asarray(a) for a in emulated.normal(0, (B, S, H, D), (B, S,
 X, Y = (jnp.asarray(a) for a in emulated.normal(1, (B, S, HIDDEN), (B, S, HIDDEN)))
 PADDING = jnp.asarray(np.arange(S)[None, None, None, :] >= np.array([S, 10])[:, None, None, None])  # True: masked out
 
-
-# --- MultiHeadAttention ----------------------------------------------------------------------------------------------
 
 MHA = partial(MultiHeadAttention, head_dim=D, num_attention_heads=H)
 
@@ -418,25 +415,6 @@ def test_flax_shows_results_of_modules():
     assert "qkv" not in updates["intermediates"]  # it has no result of its own
 
 
-# --- RelativePositionBiases ------------------------------------------------------------------------------------------
-
-
-def t5_bucket(distance: int, bidirectional: bool, buckets: int, furthest: int) -> int:
-    """The bucket of key - query in integers: past `exact`, the largest j with (n / exact)^width >= (far / exact)^j."""
-    first = 0
-    if bidirectional:
-        buckets //= 2
-        first, distance = (buckets, distance) if distance > 0 else (0, -distance)
-    else:
-        distance = max(-distance, 0)
-    exact = buckets // 2
-    if distance < exact:
-        return first + distance
-    width = buckets - exact
-    j = max(j for j in range(width) if j == 0 or distance**width * exact**j >= furthest**j * exact**width)
-    return first + exact + j
-
-
 def test_empty_batches_and_sequences():
     module, variables = MHA(), steps.init(MHA(), X)
     for shape in ((0, S, HIDDEN), (B, 0, HIDDEN)):
@@ -446,40 +424,3 @@ def test_empty_batches_and_sequences():
     key, first = jax.random.key(0), lambda module, *inputs: module.init_with_output(key, *inputs)[0][0]
     testing.assert_same_bytes(first(MHA(attn_mask_type="no_mask"), X, X[:, :0]), jnp.zeros_like(X))
     assert first(MHA(low_rank_adaptation_scope="all"), X[:0]).shape == (0, *X.shape[1:])
-    assert RelativePositionBiases(32, 128, 2).init_with_output(key, 0, 3)[0].shape == (1, 2, 0, 3)
-
-
-@pytest.mark.parametrize(
-    "fields, q_seqlen, message",
-    [
-        ((2, 128, 2), 3, "num_buckets: expected 4 or more with bidirectional=True, got 2"),
-        ((32, 8, 2), 3, "max_distance: expected 9 or more with bidirectional=True, got 8"),
-        ((32, 128, 2), -1, "q_seqlen: expected 0 or more"),
-        ((8, 20, 0), 3, "num_attention_heads: expected a positive integer, got 0"),
-    ],
-)
-def test_relative_positions_that_do_not_fit_are_named(fields, q_seqlen, message):
-    with pytest.raises(ValueError, match=f"RelativePositionBiases.*{message}"):
-        RelativePositionBiases(*fields).init(jax.random.key(0), q_seqlen, 3)
-
-
-def test_axes_of_a_wrong_number_are_named():
-    with pytest.raises(
-        ValueError, match=r"RelativePositionBiases.rel_embedding: expected 2 logical axes .*got \('a',\)"
-    ):
-        RelativePositionBiases(8, 20, 2, embedding_axes=("a",)).init(jax.random.key(0), 3, 3)
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_relative_position_biases_are_t5s(bidirectional):
-    module = RelativePositionBiases(num_buckets=32, max_distance=128, num_attention_heads=2)
-    q, k = 140, 150
-    variables = steps.init(module, q_seqlen=q, k_seqlen=k, bidirectional=bidirectional, unbox=False)
-    assert steps.layout(variables) == {"rel_embedding": ((2, 32), "float32", ("heads", "relpos_buckets"))}
-    table = {"params": {"rel_embedding": jnp.arange(64.0).reshape(2, 32)}}
-    got = np.asarray(module.apply(table, q, k, bidirectional))
-    buckets = {d: t5_bucket(d, bidirectional, 32, 128) for d in range(-q, k)}
-    expected = np.array([[buckets[j - i] for j in range(k)] for i in range(q)])
-    assert got.shape == (1, 2, q, k)
-    np.testing.assert_array_equal(got[0, 0], expected)
-    np.testing.assert_array_equal(got[0, 1], expected + 32)
