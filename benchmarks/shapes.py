@@ -117,6 +117,10 @@ SHAPES = {
     "llama-16bit": Shape(4, 4096, 4096, 14336, 32, 8, **_LLAMA, param_dtype="bfloat16"),
     "llama-1b-16bit": Shape(4, 2048, 2048, 8192, 32, 8, **_LLAMA, param_dtype="bfloat16"),
     "qwen2-0.5b": Shape(8, 1024, 896, 4864, 14, 2, **_LLAMA),
+    "gpt-1x1024": Shape(1, 1024, 4096, 16384, 32, 32),  # few tokens for the size of the kernels, as are the next
+    "gpt-1x2048": Shape(1, 2048, 4096, 16384, 32, 32),
+    "llama-1x1024": Shape(1, 1024, 4096, 14336, 32, 8, **_LLAMA),
+    "llama-1x2048": Shape(1, 2048, 4096, 14336, 32, 8, **_LLAMA),
     "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as are the next
     "tiny-llama": Shape(2, 64, 128, 256, 4, 2, **_LLAMA),
     "tiny-dropout": Shape(2, 64, 128, 256, 4, 4, dropout=0.1),

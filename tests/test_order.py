@@ -11,10 +11,13 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
+from transformer_engine_jax import recipe as recipes
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
+from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
 from transformer_engine_jax.primitive import kernel_p
 
 WIDTH = 64
@@ -77,19 +80,75 @@ def mlp_step(tokens: int, activations=("gelu",), kernel_dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(
-    "tokens, last",
-    [(48, False), (56, True), (80, True), (96, False)],
-    ids=["2.7 times", "2.3 times", "1.6 times", "1.3 times"],
+    "tokens, kernel_dtype, last",
+    [(112, jnp.float32, True), (128, jnp.float32, False), (48, jnp.bfloat16, True), (72, jnp.bfloat16, False)],
 )
-def test_second_kernel_s_gradient_waits_for_the_activation_where_its_operands_are_smaller(tokens, last, devices):
+def test_a_kernel_s_gradient_comes_last_where_its_operands_are_smaller(tokens, kernel_dtype, last, devices):
+    """Its buffer has room until then; else it comes first, and lets go of its operands."""
     devices(1)
-    step, args = mlp_step(tokens)
+    step, args = mlp_step(tokens, kernel_dtype=kernel_dtype)
     found = runs(step, *args)
-    gradient = ("gemm", (WIDTH, WIDTH))  # the first kernel's is [64, 1, 64]
+    first, second = ("gemm", (WIDTH, 1, WIDTH)), ("gemm", (WIDTH, WIDTH))
     activation = next(name for name in found if name[0] == "activation_bwd")
-    assert (activation in found[gradient]) == last
-    assert (gradient in found[activation]) != last
-    assert {gradient, activation} <= found["gemm", (WIDTH, 1, WIDTH)], "the first kernel's gradient is last of all"
+    norm = ("rmsnorm_bwd", (tokens, WIDTH))
+    assert (activation in found[second]) == last
+    assert activation in found[first] and activation in found[norm]
+    for later in (activation, first, norm):
+        assert (second in found[later]) != last
+    assert (first in found[norm]) != last
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, recipes.Float8CurrentScaling()])
+@pytest.mark.parametrize("op", ["layernorm_mlp", "layernorm_dense", "layernorm_projections"])
+def test_what_a_norm_is_given_is_quantized_again_for_the_kernel_s_gradient(op, recipe, devices, monkeypatch):
+    """Where kernels have 16 bits: its transposed copy is not kept, and the same."""
+    tokens = 48
+    x, gamma, k1, k2 = (
+        jnp.asarray(a, jnp.bfloat16) for a in emulated.normal(0, (tokens, 64), 64, (64, 1, 80), (80, 64))
+    )
+    of = lambda n: tuple(emulated.quantizers(emulated.states((1.0, 1.0, 1.0)), recipe) for _ in range(n))
+    run = {
+        "layernorm_mlp": lambda x, g, *k: layernorm_mlp(x, g, None, k, quantizers=of(2)),
+        "layernorm_dense": lambda x, g, k, _: layernorm_dense(x, g, None, k[:, 0], quantizers=of(1)[0]),
+        "layernorm_projections": lambda x, g, k, _: layernorm_projections(
+            x, g, None, [k[:, 0], 2 * k[:, 0]], [None, None], quantizers=of(2)
+        )[0],
+    }[op]  # fmt: skip
+
+    def step(*args):
+        y, vjp = jax.vjp(run, *args)
+        return y, vjp(jax.tree.map(jnp.ones_like, y))
+
+    made = ("rmsnorm_fwd", (WIDTH, tokens))
+    for count in (1, 8):
+        devices(count)
+        found = runs(step, x, gamma, k1, k2)
+        by_kernel = {name: before for name, before in found.items() if name[0] == "gemm" and name[1][0] == WIDTH}
+        assert made in found and any(made in before for before in by_kernel.values())
+        gradient = "activation_bwd" if op == "layernorm_mlp" else "quantize"
+        assert gradient in {name for name, _ in found[made]}, "not before there is a gradient"
+    again = jax.jit(step)(x, gamma, k1, k2)
+    for module in ("layernorm_mlp", "layernorm_dense", "layernorm_projections"):
+        path = f"transformer_engine_jax.ops.{module}.transposes_later"
+        monkeypatch.setattr(path, lambda *_: False)
+    jax.clear_caches()
+    assert made not in runs(step, x, gamma, k1, k2)
+    testing.assert_same_bytes(again, jax.jit(step)(x, gamma, k1, k2))
+
+
+def test_what_a_checkpoint_policy_may_save_is_not_made_again(devices):
+    """A name for what is quantized promises that it can be saved."""
+    devices(1)
+    x, kernel = jnp.ones((48, WIDTH), jnp.bfloat16), jnp.ones((WIDTH, 32), jnp.bfloat16)
+
+    def gradient(name):
+        state = te.GemmState.create(DELAYED)
+        quantizers = te.gemm_quantizers(state, DELAYED, checkpoint_name=name)
+        loss = lambda k: layernorm_dense(x, jnp.ones(WIDTH), None, k, quantizers=quantizers).astype(jnp.float32).sum()
+        return runs(jax.grad(loss), kernel)
+
+    made = ("rmsnorm_fwd", (WIDTH, 48))
+    assert made in gradient(None) and made not in gradient("quantized")
 
 
 GATED = ("silu", "linear")
@@ -128,7 +187,7 @@ def test_a_copy_that_is_transposed_later_is_the_same(devices, monkeypatch):
     testing.assert_same_bytes(jax.jit(step)(*args), expected)
 
 
-@pytest.mark.parametrize("tokens", [48, 56])
+@pytest.mark.parametrize("tokens", [48, 160])
 def test_the_order_changes_no_value(tokens, devices):
     step, args = mlp_step(tokens)
     devices(8)

@@ -41,7 +41,8 @@ def quantized_saveable(primitive, *operands, **params) -> bool:
 
 def _only_measures(call) -> bool:
     """Whether the results are amaxes, and statistics of rows, for a call that quantizes."""
-    return call.kernel.name == "measure" or not dict(call.attributes).get("y", True)
+    attributes = dict(call.attributes)
+    return call.kernel.name == "measure" or not (attributes.get("y", True) or attributes.get("y_t"))
 
 
 def _is_gemm(primitive, params) -> bool:

@@ -13,9 +13,15 @@ void store_rows_as(ffi::ThreadPool& pool, const RowsResult& to, const RowProduce
   parallel_for(pool, blocks, [&](int64_t block) {
     std::vector<float> buffers(2 * cols);
     float* scratch = buffers.data();
+    // FP8 without y: kTile rows at a time, for the transposed copy.
+    std::vector<Y> tile(is_fp8_v<Y> && !to.y.data ? kTile * cols : 0);
     uint32_t most = 0;
+    const auto place = [&](int64_t row) -> Y* {
+      if (to.y.data) return to.y.as<Y>() + row * cols;
+      return is_fp8_v<Y> ? tile.data() + row % kTile * cols : nullptr;
+    };
     const auto store = [&](int64_t row) {
-      Y* y = to.y.data ? to.y.as<Y>() + row * cols : nullptr;
+      Y* y = place(row);
       float* values = scratch + cols;
       if constexpr (std::is_same_v<Y, float>) {
         if (y) values = y;
@@ -39,7 +45,7 @@ void store_rows_as(ffi::ThreadPool& pool, const RowsResult& to, const RowProduce
       for (int64_t row = r0; row < r1; ++row) store(row);
       if (!to.y_t) continue;
       for (int64_t c0 = 0; c0 < cols; c0 += kTile) {
-        transpose_tile(to.y.as<uint8_t>() + r0 * cols + c0, cols, to.y_t + c0 * rows + r0, rows, r1 - r0,
+        transpose_tile(reinterpret_cast<const uint8_t*>(place(r0)) + c0, cols, to.y_t + c0 * rows + r0, rows, r1 - r0,
                        std::min(kTile, cols - c0));
       }
     }

@@ -9,7 +9,7 @@
 #include "core/dtype.h"
 #include "core/matrix.h"
 #include "core/parallel.h"
-#include "core/scaling.h"
+#include "core/result.h"
 
 // For loops whose result may be one of their operands: element i of it depends on element i only.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -173,10 +173,8 @@ class FloatRows {
   Matrix x_;
 };
 
-// A result [rows, cols]; without data where it is absent, its values then in f32.
 inline Matrix result_matrix(Out& y, int64_t rows, int64_t cols) {
-  return present(y) ? Matrix{y->untyped_data(), y->element_type(), rows, cols}
-                    : Matrix{nullptr, DType::F32, rows, cols};
+  return {y->untyped_data(), y->element_type(), rows, cols};
 }
 
 // Where a maximum goes, if anywhere: as it is, or as its report.
@@ -199,7 +197,7 @@ struct Measured {
   }
 };
 
-// A result y[rows, cols] of any dtype, and what else may be asked for of it; null where it is not.
+// A result y[rows, cols] of any dtype, and what else may be asked for of it; null where it is not, as y itself may be.
 struct RowsResult {
   Matrix y;
   float scale;    // FP8 only: y = cast(value * scale)
@@ -216,8 +214,14 @@ inline float scale_of(const Casting& casting, DType dtype) {
   return scale;
 }
 
-inline RowsResult rows_result(const Matrix& y, const Casting& casting, Out& y_t, float* colsum = nullptr) {
-  return {y, scale_of(casting, y.dtype), data_or_null<uint8_t>(y_t), Measured(casting.amax, casting.report), colsum};
+inline RowsResult rows_result(Out& y, const Casting& casting, Out& y_t, int64_t rows, int64_t cols,
+                              float* colsum = nullptr) {
+  const DType dtype = stored_dtype(y, y_t);
+  return {{data_or_null<void>(y), dtype, rows, cols},
+          scale_of(casting, dtype),
+          data_or_null<uint8_t>(y_t),
+          Measured(casting.amax, casting.report),
+          colsum};
 }
 
 // Fills values[cols] with one row of a result in f32, and may use scratch[cols].

@@ -12,7 +12,7 @@
 
 #include "core/amax.cuh"
 #include "core/cuda.cuh"
-#include "core/scaling.h"
+#include "core/result.h"
 
 namespace te {
 
@@ -366,13 +366,13 @@ ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, flo
   return ffi::Error::Success();
 }
 
-// The result of a handler; `dtype` where y does not say it.
+// The result of a handler; `otherwise` is its dtype where it is not stored.
 inline Result fp8_or_float_result(Out& y, const Casting& casting, Out& y_t, int64_t rows, int64_t cols,
-                                  DType dtype = DType::F32) {
+                                  DType otherwise = DType::F32) {
   Result out;
   out.y = data_or_null<void>(y);
   out.y_t = data_or_null<uint8_t>(y_t);
-  out.dtype = present(y) ? y->element_type() : dtype;
+  out.dtype = stored_dtype(y, y_t, otherwise);
   out.scale = ScaleSource(casting, out.dtype);
   out.amax = AmaxTarget(casting.amax, casting.report);
   out.rows = rows;

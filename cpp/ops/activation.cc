@@ -73,7 +73,7 @@ ffi::Error ActivationFwd(ffi::ThreadPool pool, In z, In scale, In bias, Out y, O
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows input(z, 2);
-  const RowsResult result = rows_result(result_matrix(y, input.rows(), matrix(z, 1).cols), casting, y_t);
+  const RowsResult result = rows_result(y, casting, y_t, input.rows(), matrix(z, 1).cols);
   const int64_t n = result.y.cols;
   const Bias added(bias, input.cols());
   const float *bias_z = added.data(), *bias_gate = bias_z ? bias_z + n : nullptr;
@@ -94,8 +94,7 @@ ffi::Error ActivationBwd(ffi::ThreadPool pool, In dy, In z, In scale, In bias, O
   if (check.failed()) return check.error();
   const Activation activation = *parse_activation(attributes.activation);
   const FloatRows input(z, 2), cotangent(dy, input.rows(), matrix(z, 1).cols);
-  const Matrix to = result_matrix(dz, input.rows(), input.cols());
-  const RowsResult result = rows_result(to, casting, dz_t, data_or_null<float>(dbias));
+  const RowsResult result = rows_result(dz, casting, dz_t, input.rows(), input.cols(), data_or_null<float>(dbias));
   const int64_t n = cotangent.cols();
   const Bias added(bias, input.cols());
   return with_curve(activation.curve, attributes, [&](auto curve) {

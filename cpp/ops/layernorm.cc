@@ -85,7 +85,7 @@ template <bool kCentred>
 ffi::Error forward(ffi::ThreadPool& pool, const In& x, const In& gamma, const float* beta, const Casting& casting,
                    Out& y, Out& y_t, float* mean, const RowStatistic& rstd, const NormFwdAttributes& attributes) {
   const FloatRows input(x, 1);
-  const RowsResult result = rows_result(result_matrix(y, input.rows(), input.cols()), casting, y_t);
+  const RowsResult result = rows_result(y, casting, y_t, input.rows(), input.cols());
   const std::vector<float> g = parameter(gamma, attributes.zero_centered_gamma);
   float* const rstds = rstd.data();
   const bool known = present(rstd.known);

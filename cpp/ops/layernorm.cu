@@ -25,7 +25,7 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
                       : launch_tiles(stream, Normalized<AnyDtype>{a, {a.x, x_dtype}}, out);
   };
   if (a.known) return normalize();
-  if (!out.y && out.vector && measurable(out)) {
+  if (!out.y && !out.y_t && out.vector && measurable(out)) {
     TE_CUDA_CHECK(launch_measure_rows<T>(stream, a, out));
     TE_CUDA_CHECK(finish_amax(stream, out.amax));
     return ffi::Error::Success();

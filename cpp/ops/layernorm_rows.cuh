@@ -62,6 +62,12 @@ __device__ __forceinline__ bool center(float& squares, float mean, float n) {
   return of_mean <= 2.f * squares;
 }
 
+// A value of y. factor: rstd, shift: -mean * rstd. Spelled out, so that all kernels find the same bits: the amax that
+// is found first is that of the values that are stored then, and a transposed copy that is made later that of y.
+__device__ __forceinline__ float normalized(float x, float factor, float shift, float gamma, float beta) {
+  return fmaf(fmaf(x, factor, shift), gamma, beta);
+}
+
 // ---- y from known statistics: a Producer for the tile kernel.
 
 template <typename T>
@@ -76,8 +82,8 @@ struct Normalized {
   };
   struct Raw {
     typename Operand<T>::Raw x;
-    float mean;
-    float rstd;
+    float factor;
+    float shift;
   };
   Norm a;
   Operand<T> x;
@@ -89,16 +95,12 @@ struct Normalized {
     return c;
   }
   __device__ __forceinline__ Raw load(int64_t row, int64_t before, int64_t col, int n, bool vector) const {
-    return {x.load(before + col, n, vector), a.mean ? a.mean[row] : 0.f, a.rstd[row]};
+    const float mean = a.mean ? a.mean[row] : 0.f, rstd = a.rstd[row];
+    return {x.load(before + col, n, vector), rstd, -mean * rstd};
   }
   __device__ __forceinline__ void values(const Raw& raw, const Columns& c, float (&v)[1][8]) const {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[0][j] = normalized(raw.x[j], raw.mean, raw.rstd, c.gamma[j], c.beta[j]);
-  }
-
-  // Spelled out, so that the amax that is found first is that of the values that are stored then.
-  __device__ __forceinline__ static float normalized(float x, float mean, float rstd, float gamma, float beta) {
-    return fmaf((x - mean) * rstd, gamma, beta);
+    for (int j = 0; j < 8; ++j) v[0][j] = normalized(raw.x[j], raw.factor, raw.shift, c.gamma[j], c.beta[j]);
   }
 };
 
@@ -274,8 +276,7 @@ __global__ void __launch_bounds__(kMeasureThreads, kVectors * sizeof(T) <= 16 ? 
         parameters.get8(0, vector(v), gamma);
         parameters.get8(1, vector(v), beta);
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-          most = max_abs(most, Normalized<T>::normalized(raw[v][j], mean, rstd, gamma[j], beta[j]));
+        for (int j = 0; j < 8; ++j) most = max_abs(most, normalized(raw[v][j], rstd, -mean * rstd, gamma[j], beta[j]));
       }
     }
     if (turn || threadIdx.x < 32) out.amax.note(most, known);  // of all warps at once they would queue up

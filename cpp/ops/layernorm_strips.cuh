@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       if (a.mean) a.mean[row] = mean;
       a.rstd[row] = rstd;
     }
-    float factor[4], shift[4];  // xhat = x * factor + shift
+    float factor[4], shift[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       factor[i] = __shfl_sync(0xffffffffu, rstd, i * 8);
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       for (int i = 0; i < 4; ++i) {
         float v[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = fmaf(fmaf(raw[step][i][j], factor[i], shift[i]), gamma[j], beta[j]);
+        for (int j = 0; j < 8; ++j) v[j] = normalized(raw[step][i][j], factor[i], shift[i], gamma[j], beta[j]);
         const uint2 q = store_result<kStored>(out, offset(row0, i) + step * 256, scale, v, 8, true, most[i % 2]);
         bytes[0][i] = q.x;
         bytes[1][i] = q.y;

@@ -10,7 +10,7 @@
 //   te_dequantize: q, scale_inv f32[] -> x
 #pragma once
 
-#include "core/scaling.h"
+#include "core/result.h"
 
 namespace te {
 
@@ -59,9 +59,7 @@ inline Check check_quantize_stack(const In& x0, const In& x1, const In& x2, cons
   return check;
 }
 
-inline DType format_of(Out& q, Out& q_t) {
-  return present(q) ? q->element_type() : present(q_t) ? q_t->element_type() : DType::F8E4M3FN;
-}
+inline DType format_of(Out& q, Out& q_t) { return stored_dtype(q, q_t, DType::F8E4M3FN); }
 
 inline Check check_dequantize(const In& q, const In& scale_inv, Out& x) {
   Check check("te_dequantize");

@@ -131,6 +131,9 @@ def test_fp8_results(implementation, name, shape, dtype):
     assert_fp8(out.y, y, scale)
     assert_amax(out.amax, y)
     assert_transposed(out.y_t, out.y, 1)
+    alone = activation_fwd(z, jnp.float32(scale), activation=name, dtype=fp8, y=False, y_t=True)
+    assert alone.y is None
+    testing.assert_same_bytes(alone.y_t, out.y_t)
     measured = activation_fwd(z, None, activation=name, y=False, amax=True)
     assert measured.y is None and measured.y_t is None
     assert_amax(measured.amax, y)
@@ -141,6 +144,9 @@ def test_fp8_results(implementation, name, shape, dtype):
     assert_fp8(d.dz, dz, scale)
     assert_amax(d.amax, dz, ulps=16)
     assert_transposed(d.dz_t, d.dz, 2)
+    alone = activation_bwd(dy, z, jnp.float32(scale), activation=name, dtype=fp8, dz=False, dz_t=True)
+    assert alone.dz is None
+    testing.assert_same_bytes(alone.dz_t, d.dz_t)
     rows = tuple(range(z.ndim - 2))
     assert d.dbias.shape == z.shape[-2:] and d.dbias.dtype == jnp.float32
     assert np.all(np.abs(wide(d.dbias) - dz.sum(rows)) <= DBIAS * np.abs(dz).sum(rows) + 1e-9)

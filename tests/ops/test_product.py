@@ -97,7 +97,24 @@ def test_the_gradient_of_a_kernel_is_computed_as_it_is_wanted(m, k, n, kernel, e
     x, w = jnp.zeros((2, m // 2, k), jnp.bfloat16), jnp.zeros((k, n), kernel)
     dx, dw = jax.eval_shape(jax.grad(f, (0, 1)), x, w)
     assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
-    assert of_products == [None, expected, None]  # before the input's gradient: x is free before that is there
+    few = w.nbytes > 2 * m * (k + n)
+    # Before the input's gradient, as x is free before that is there; or, where tokens are few, whenever there is room.
+    assert of_products == ([None, None, expected] if few else [None, expected, None])
+
+
+@pytest.mark.parametrize("m, n, again", [(48, 192, True), (128, 192, False), (48, 256, False), (48, 64, False)])
+def test_a_kernel_s_copy_of_16_bits_is_kept_or_made_again(m, n, again):
+    """Made again where tokens are few, and the kernel is as one of queries, keys and values."""
+    x, w, dy = emulated.normal(4, (m, 64), (64, n), (m, n))
+    x, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16)
+    f = lambda x, w: dense(x, w, by_kernels=True)
+    _, vjp = jax.vjp(f, x, w)
+    kept = [a.dtype for a in jax.tree.leaves(vjp) if getattr(a, "shape", None) == w.shape]
+    assert kept == [jnp.float32 if again else jnp.bfloat16]
+    dx, dw = vjp(dy)
+    wide = [jnp.asarray(a, jnp.float32) for a in (x, w.astype(jnp.bfloat16), dy)]
+    testing.assert_close(dx, wide[2] @ wide[1].T, BOUND["bfloat16"])
+    testing.assert_close(dw, wide[0].T @ wide[2], BOUND["bfloat16"])
 
 
 @pytest.mark.parametrize("uses", [1, 2])

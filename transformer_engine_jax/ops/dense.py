@@ -15,7 +15,7 @@ from transformer_engine_jax.differentiable import all_at_once, computed_once, di
 from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
-from transformer_engine_jax.ops.product import computes, product
+from transformer_engine_jax.ops.product import computes, kernel_last, product
 from transformer_engine_jax.ops.quantize import (
     Cast,
     named,
@@ -52,6 +52,7 @@ class Dense(NamedTuple):
     x_axes: Axes = ()  # logical axes of x[m.., k..] in the product, of which m.. are those of the output there
     gathers_x: bool = False  # whether each device has some of x's tokens before the product
     gathers_dy: bool = False  # whether each device has some of the output's behind it
+    x_t_later: bool = False  # whether x's transposed copy is made for the backward pass, and not kept till then
     # Where each device has a shard of the kernel, logical axes of the copy that is gathered: of q[k.., n..], or of
     # q_t[n, k..], by its first axis, so that shards lie one after another.
     q_axes: Axes = ()
@@ -71,7 +72,7 @@ class Dense(NamedTuple):
 class Saved(NamedTuple):
     """What the backward of a dense product needs of its forward."""
 
-    x: QuantizedTensor  # [k.., m..]; [m.., k..] where it is gathered
+    x: QuantizedTensor | None  # [k.., m..]; [m.., k..] where it is gathered; None where it is made later
     kernel: QuantizedTensor  # [k.., n..]; [n, k..] where that is gathered
     x_amax: jax.Array | None  # as Cast.amax
     kernel_amax: jax.Array | None
@@ -136,7 +137,7 @@ def dense_forward(
     return y, save(static, x, cast_x.amax, cast_kernel, main_grad, quantizers)
 
 
-def kept(static: Dense, cast_x: Cast) -> QuantizedTensor:
+def kept(static: Dense, cast_x: Cast) -> QuantizedTensor | None:
     """The copy of x that is saved. What is gathered is transposed behind that: XLA needs twice as long to put shards of
     transposed copies in order, and a gradient would be gathered twice."""
     return cast_x.q if static.gathers_x else cast_x.q_t
@@ -156,21 +157,21 @@ def dense_backward(
     cast_dy: Cast,
     dx=None,
     then=lambda dx: dx,
-    kernel_last: bool = False,
+    last_up_to: float = 0.0,
     x_t: QuantizedTensor | None = None,
     more: bool = False,
 ):
     """From a quantized gradient then(that of x, added to `dx`), those of (kernel, bias, main_grad), reports.
 
-    Before `then` comes the kernel's gradient, which lets go of its operands; kernel_last: after it, on one device.
-    x_t: the transposed copy of x, where it is gathered already. more: another product adds to the gradient of x.
+    Before `then` comes the kernel's gradient, which lets go of its operands, unless it is `kernel_last`.
+    last_up_to: the `most` of that. x_t: the transposed copy of x, where it is gathered already, or only now made.
+    more: another product adds to the gradient of x.
     """
     quantizers = saved.quantizers
     recipe = quantizers.grad.spec.recipe
     n_axes = saved.kernel.data.ndim - static.k_axes
-    m_axes = saved.x.data.ndim - static.k_axes
+    m_axes = cast_dy.q.data.ndim - n_axes
     several, partial = devices() > 1, tensor_parallel()
-    kernel_last = kernel_last and not several
     x_t = gathered_input(static, saved.x, cast_dy) if x_t is None else x_t
     dy, dy_t = _gathered_gradient(static, cast_dy, n_axes)
     # Sums over shards of n are added to each other before their shards are: that is one exchange.
@@ -179,9 +180,10 @@ def dense_backward(
         dy, _gathered_kernel(static, saved.kernel, cast_dy), None, n_axes, static.x_dtype, recipe.fp8_gemm_dgrad, dx
     )
     dx = dx if others is None else others + dx
-    if kernel_last:
-        dx, x_t = all_at_once(then(dx), x_t)
     accumulates = static.adds is not None
+    last = kernel_last(static, saved.kernel.data, cast_dy.q.data, last_up_to)
+    if last:
+        dx, x_t, dy_t = all_at_once(then(dx), x_t, dy_t)
     dtype = np.dtype(np.float32) if accumulates else static.kernel_dtype
     if static.q_t_axes and not accumulates:  # so that what is scattered lies in order, too
         dkernel = matmul(dy_t, x_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad)
@@ -190,9 +192,9 @@ def dense_backward(
         added = dict(residual=saved.main_grad, in_place=bool(static.adds))
         dkernel = matmul(x_t, dy_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, **added)
         dkernel = constrain(dkernel, static.q_axes or (*static.q_t_axes[1:], *static.q_t_axes[:1]))
-    if not (partial and more):
+    if not (last or (partial and more)):
         dx, dkernel = in_turn(dx, dkernel) if several else all_at_once(dx, dkernel)
-    if not kernel_last:
+    if not last:
         dx = then(dx)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
     reports = GemmQuantizers(*observe(quantizers, (saved.x_amax, saved.kernel_amax, cast_dy.amax)))

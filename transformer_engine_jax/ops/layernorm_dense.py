@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from transformer_engine_jax.differentiable import computed_once, differentiable
+from transformer_engine_jax.differentiable import computed_once, differentiable, in_scanned_layers
 from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
@@ -16,6 +16,7 @@ from transformer_engine_jax.ops.dense import (
     dense,
     dense_backward,
     dense_forward,
+    gathered_input,
     quantize_gradient,
 )
 from transformer_engine_jax.ops.layernorm import (
@@ -39,8 +40,24 @@ def check_norm(op: str, static: Norm, x, gamma, beta) -> Norm:
     return static.checked(op)
 
 
-def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer, transposed: bool = True) -> tuple[Cast, NormSaved]:
-    """The norm of x[.., K], quantized both ways in the pass that computes it, and what its backward needs.
+class Normed(NamedTuple):
+    """What the backward needs of a norm that writes FP8."""
+
+    of_norm: NormSaved
+    scale: jax.Array | None  # the operand of the cast, where that is made again for the transposed copy
+
+
+def transposes_later(kernel, quantizer: Quantizer) -> bool:
+    """Whether the transposed copy of a norm's result is made for the backward pass, from the norm's input.
+
+    That is kept anyway, for the norm's own backward. To read it again takes 0.2 % of a layer's time, so this is only
+    where kernels have 16 bits: Flax's layer in bf16 holds no copies of those, and ours would need more memory.
+    """
+    return kernel.dtype.itemsize == 2 and quantizer.spec.checkpoint_name is None
+
+
+def norm_forward(static: Norm, product: Dense, x, gamma, beta, quantizer: Quantizer) -> tuple[Cast, Normed]:
+    """The norm of x[.., K], quantized as the product reads and keeps it, and what its backward needs.
 
     A recipe that needs its amax first takes that and the statistics of rows in a pass of its own, and computes the norm
     again: that moves fewer bytes than to store it in between.
@@ -49,9 +66,25 @@ def norm_forward(static: Norm, x, gamma, beta, quantizer: Quantizer, transposed:
     measured = None if quantizer.spec.recipe.stateful else run(None, y=False, amax=True)
     casting = Casting.of(quantizer, lambda: measured.amax)
     known = (None, None) if measured is None else computed_once(statistics(measured), of="quantized")
-    out = run(casting.scale, *known, y_t=transposed, **casting.options)
+    out = run(casting.scale, *known, y_t=not (product.gathers_x or product.x_t_later), **casting.options)
     saved = named(quantizer, statistics(out) if measured is None else known)
-    return casting.result(out.y, out.y_t, out), NormSaved(x, gamma, beta, *saved)
+    normed = Normed(NormSaved(x, gamma, beta, *saved), casting.scale if product.x_t_later else None)
+    return casting.result(out.y, out.y_t, out), normed
+
+
+def transposed_now(static: Norm, product: Dense, normed: Normed, quantizer: Quantizer, cast_dy: Cast):
+    """The transposed copy of the norm's result, QuantizedTensor[K, ..], where it was left for now; else None.
+
+    Not before the product's quantized gradient is there, which lets go of what that was computed from.
+    """
+    if not product.x_t_later:
+        return None
+    x, gamma, beta, mean, rstd = normed.of_norm
+    if not in_scanned_layers():
+        x, _ = jax.lax.optimization_barrier((x, cast_dy.q))
+    cast = dict(dtype=quantizer.spec.dtype, scaling=quantizer.scaling, scale_inv=True)
+    out = norm_kernel(static, x, gamma, beta, normed.scale, mean, rstd, y=False, y_t=True, **cast)
+    return gathered_input(product, Casting.result(None, out.y_t, out).q_t, cast_dy)
 
 
 class _Static(NamedTuple):
@@ -62,17 +95,18 @@ class _Static(NamedTuple):
 
 
 def _forward(static: _Static, x, gamma, beta, kernel, bias, main_grad, quantizers: GemmQuantizers):
-    cast, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers.x, not static.dense.gathers_x)
+    cast, normed = norm_forward(static.norm, static.dense, x, gamma, beta, quantizers.x)
     y, saved = dense_forward(static.dense, cast, kernel, bias, main_grad, quantizers)
-    return (y, x if static.return_input else None), (norm_saved, saved)
+    return (y, x if static.return_input else None), (normed, saved)
 
 
-def _backward(static: _Static, residuals: tuple[NormSaved, Saved], cotangents):
-    norm_saved, saved = residuals
+def _backward(static: _Static, residuals: tuple[Normed, Saved], cotangents):
+    normed, saved = residuals
     dy, past = cotangents
     cast_dy = quantize_gradient(static.dense, saved, dy)
-    dnormed, parameters, reports = dense_backward(static.dense, saved, cast_dy)
-    dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, constrain(dnormed, static.x_axes), past)
+    x_t = transposed_now(static.norm, static.dense, normed, saved.quantizers.x, cast_dy)
+    dnormed, parameters, reports = dense_backward(static.dense, saved, cast_dy, x_t=x_t)
+    dx, dgamma, dbeta = norm_backward(static.norm, normed.of_norm, constrain(dnormed, static.x_axes), past)
     return dx, dgamma, dbeta, *parameters, reports
 
 
@@ -145,6 +179,8 @@ def _layernorm_dense(
     kernel, main_grad = unpacked("layernorm_dense", kernel)
     check_dense("layernorm_dense", x, kernel, bias, 1)
     main_grad, adds = claimed(main_grad, x, kernel)
-    product = Dense.of(x, kernel, bias, 1, kernel_axes, adds=adds, x_axes=dot_axes, gathers_x=gathers_x)
+    fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x)
+    fields["x_t_later"] = not gathers_x and transposes_later(kernel, quantizers.x)
+    product = Dense.of(x, kernel, bias, 1, kernel_axes, **fields)
     static = _Static(norm_options, product, x_axes, return_input)
     return _fp8_layernorm_dense(static, x, gamma, beta, kernel, bias, main_grad, quantizers)

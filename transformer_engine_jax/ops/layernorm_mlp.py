@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from transformer_engine_jax.ops.dense import (
     quantize_input,
 )
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
-from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
+from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward, transposed_now, transposes_later
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting
 from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
@@ -82,10 +83,9 @@ class _Static(NamedTuple):
 def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, kernel_2, bias_2, main_grad_2, quantizers):
     quantizers_1, quantizers_2 = quantizers
     if static.norm is None:
-        cast_x, norm_saved = quantize_input(static.dense_1, x, quantizers_1.x), None
+        cast_x, normed = quantize_input(static.dense_1, x, quantizers_1.x), None
     else:
-        both = not static.dense_1.gathers_x
-        cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizers_1.x, both)
+        cast_x, normed = norm_forward(static.norm, static.dense_1, x, gamma, beta, quantizers_1.x)
     # The activation adds the bias for next to nothing, a product for 7 % of its time at gpt's size on an H200.
     z, saved_1 = dense_forward(static.dense_1, cast_x, kernel_1, None, main_grad_1, quantizers_1)
     z = checkpoint_name(computed_once(z, of="product"), static.name)
@@ -94,21 +94,7 @@ def _forward(static: _Static, x, gamma, beta, kernel_1, bias_1, main_grad_1, ker
     y, saved_2 = dense_forward(
         static.dense_2, cast_a, kernel_2, bias_2, main_grad_2, quantizers_2, x if static.dense_2.residual else None
     )
-    return (y, x if static.return_input else None), (norm_saved, saved_1, z, bias_1, saved_2)
-
-
-def _second_kernel_last(static: _Static, saved: Saved, cast_dy: Cast) -> bool:
-    """Whether the second kernel's gradient, which could let go of its operands, waits for the activation's.
-
-    Most memory is in use at the activation. Where the gradient is 1.5 to 2.5 times as large as its operands, at 5 to 8
-    thousand tokens for a hidden size of 4096, waiting saves 2 to 4 % of what a training step takes that updates its
-    parameters in place, as compiled for three layers, and 8 % of a layer alone; a step that returns all gradients takes
-    3 to 8 % more. With fewer tokens, most is in use at the first kernel's gradient.
-    """
-    if static.dense_2.adds is not None:
-        return False  # it takes no memory of its own
-    gradient = saved.kernel.data.size * static.dense_2.kernel_dtype.itemsize
-    return 1.5 < gradient / (saved.x.data.nbytes + cast_dy.q.data.nbytes) < 2.5
+    return (y, x if static.return_input else None), (normed, saved_1, z, bias_1, saved_2)
 
 
 def _transposed_later(static: _Static, z, saved: Saved) -> bool:
@@ -124,7 +110,7 @@ def _transposed_later(static: _Static, z, saved: Saved) -> bool:
 
 
 def _backward(static: _Static, residuals, cotangents):
-    norm_saved, saved_1, z, bias_1, saved_2 = residuals
+    normed, saved_1, z, bias_1, saved_2 = residuals
     dy, past = cotangents
     past = dy if static.dense_2.residual else past
     cast_dy = quantize_gradient(static.dense_2, saved_2, dy)
@@ -133,18 +119,17 @@ def _backward(static: _Static, residuals, cotangents):
         q_t = not _transposed_later(static, z, saved_1)
         return activation_backward(static.activation, da, z, bias_1, saved_1.quantizers.grad, q_t)
 
+    # With fewer tokens, a gated MLP needs more memory so: llama's layer of 2048 takes 0.30 GiB for 0.27.
+    last_up_to = 4.0 if z.shape[-2] == 2 else math.inf
     cast_dz, parameters_2, reports_2 = dense_backward(
-        static.dense_2,
-        saved_2,
-        cast_dy,
-        then=through_activation,
-        kernel_last=_second_kernel_last(static, saved_2, cast_dy),
+        static.dense_2, saved_2, cast_dy, then=through_activation, last_up_to=last_up_to
     )
-    dx, parameters_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz)
+    x_t = transposed_now(static.norm, static.dense_1, normed, saved_1.quantizers.x, cast_dz)
+    dx, parameters_1, reports_1 = dense_backward(static.dense_1, saved_1, cast_dz, x_t=x_t, last_up_to=last_up_to)
     dx = constrain(dx, static.x_axes)
     dgamma = dbeta = None
     if static.norm is not None:
-        dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
+        dx, dgamma, dbeta = norm_backward(static.norm, normed.of_norm, dx, past)
     elif past is not None:
         dx = dx + past
     return dx, dgamma, dbeta, *parameters_1, *parameters_2, (reports_1, reports_2)
@@ -249,7 +234,9 @@ def _layernorm_mlp(
         return checkpoint_name(y, names[1]), past
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
-    dense_1 = Dense.of(x, kernel_1, bias_1, 1, kernel_axes[0], adds=adds_1, x_axes=axes_1, gathers_x=gathers)
+    fields = dict(adds=adds_1, x_axes=axes_1, gathers_x=gathers)
+    fields["x_t_later"] = norm_options is not None and not gathers and transposes_later(kernel_1, quantizers[0].x)
+    dense_1 = Dense.of(x, kernel_1, bias_1, 1, kernel_axes[0], **fields)
     fields = dict(residual=residual, adds=adds_2, x_axes=axes_2, gathers_dy=gathers and bool(axes_2))
     dense_2 = Dense.of(x, kernel_2, bias_2, 1, kernel_axes[1], **fields)
     static = _Static(norm_options, fused, dense_1, dense_2, names[0], x_axes, return_input)

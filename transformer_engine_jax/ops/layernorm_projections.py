@@ -31,7 +31,7 @@ from transformer_engine_jax.ops.dense import (
     save,
 )
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
-from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward
+from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward, transposed_now, transposes_later
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import quantize_stack_for
 from transformer_engine_jax.quantized import QuantizedTensor
@@ -66,22 +66,22 @@ def _product(
 
 
 def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, ...], *parameters):
-    (first, *_), quantizer, norm_saved = static.products, quantizers[0].x, None
+    (first, *_), quantizer, normed = static.products, quantizers[0].x, None
     if static.norm is None:
         cast_x = quantize_input(first, x, quantizer)
     else:
-        cast_x, norm_saved = norm_forward(static.norm, x, gamma, beta, quantizer, not first.gathers_x)
+        cast_x, normed = norm_forward(static.norm, first, x, gamma, beta, quantizer)
     of_x = placed(cast_x.q, first.x_axes), kept(first, cast_x), cast_x.amax
     results, saved = [], []
     for i, (product, of_product) in enumerate(zip(static.products, quantizers)):
         ys, of_ys = _product(product, *of_x, *parameters[3 * i : 3 * i + 3], of_product, static.split)
         results += ys
         saved.append(of_ys)
-    return (results, x if static.return_input else None), (norm_saved, saved)
+    return (results, x if static.return_input else None), (normed, saved)
 
 
 def _backward(static: _Static, residuals: tuple, cotangents):
-    norm_saved, saved = residuals
+    normed, saved = residuals
     (dys, past), dx = cotangents, None
     dys, casts, parameters, reports = iter(dys), [], [], []
     for product, of_ys in zip(static.products, saved):
@@ -90,7 +90,11 @@ def _backward(static: _Static, residuals: tuple, cotangents):
             casts.append(quantize_stack_for(of_ys.quantizers.grad, parts, colsum=product.bias_dtype is not None))
         else:
             casts.append(quantize_gradient(product, of_ys, next(dys)))
-    x_t = gathered_input(static.products[0], saved[0].x, casts[0])
+    first, of_first, cast = static.products[0], saved[0], casts[0]
+    if first.x_t_later:
+        x_t = transposed_now(static.norm, first, normed, of_first.quantizers.x, cast)
+    else:
+        x_t = gathered_input(first, of_first.x, cast)
     for i, (product, of_ys, cast_dy) in enumerate(zip(static.products, saved, casts), 1):
         dx, of_product, report = dense_backward(product, of_ys, cast_dy, dx, x_t=x_t, more=i < len(saved))
         parameters += of_product
@@ -98,7 +102,7 @@ def _backward(static: _Static, residuals: tuple, cotangents):
     dx = constrain(dx, static.x_axes)
     dgamma = dbeta = None
     if static.norm is not None:
-        dx, dgamma, dbeta = norm_backward(static.norm, norm_saved, dx, past)
+        dx, dgamma, dbeta = norm_backward(static.norm, normed.of_norm, dx, past)
     elif past is not None:
         dx = dx + past
     return dx, dgamma, dbeta, tuple(reports), *parameters
@@ -172,10 +176,11 @@ def _layernorm_projections(
             stacked = split and y.ndim > normed.ndim
             results += [y[..., i, :] for i in range(y.shape[-2])] if stacked else [y]
         return results, past
+    x_t_later = norm_options is not None and not gathers_x and transposes_later(kernels[0], quantizers[0].x)
     products, parameters = [], []
     for kernel, bias, main_grad, axes_of_kernel in zip(kernels, biases, main_grads, kernel_axes, strict=True):
         main_grad, adds = claimed(main_grad, x, kernel)
-        fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x)
+        fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x, x_t_later=x_t_later)
         products.append(Dense.of(x, kernel, bias, 1, axes_of_kernel, **fields))
         parameters += [kernel, bias, main_grad]
     static = _Static(norm_options, tuple(products), x_axes, return_input, split)

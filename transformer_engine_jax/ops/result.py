@@ -35,7 +35,10 @@ def store(
     scale_inv: bool = False,
     scaling: Scaling = GIVEN,
 ) -> Stored:
-    """Stores f32 values[m.., k..] as `dtype`: FP8 where there is a scale, as `scaling` has it. Without y, measures."""
+    """Stores f32 values[m.., k..] as `dtype`: FP8 where there is a scale, as `scaling` has it.
+
+    y may be left out, beside a transposed copy or to measure alone.
+    """
     if amax and report:
         raise ValueError(f"{op}: report: expected none beside amax")
     if scale_inv and scale is None:
@@ -44,7 +47,7 @@ def store(
         raise ValueError(f"{op}: dtype: expected FP8 with a scale and f32, f16 or bf16 without, got {np.dtype(dtype)}")
     if transposed and scale is None:
         raise ValueError(f"{op}: scale: expected f32[] for a transposed copy, which only FP8 has, got None")
-    if not y:
+    if not y and not transposed:
         if scale is not None:
             raise ValueError(f"{op}: scale: expected None where only amax is asked for, got {scale}")
         return Stored(None, None, *_measured(values, amax, report), None)
@@ -52,12 +55,13 @@ def store(
         # Rounded in so many words: on GPUs XLA may drop a conversion to bf16 and back.
         info = jnp.finfo(dtype)
         measured = jax.lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-        y = measured.astype(dtype)
+        stored = measured.astype(dtype)
     else:
         scales = scaling.scales(scale, dtype)
-        y, measured = scaled_cast(values, scales.scale, dtype), values
+        stored, measured = scaled_cast(values, scales.scale, dtype), values
     measured = _measured(measured, amax, report)
-    return Stored(y, transpose(y, k_axes) if transposed else None, *measured, scales.scale_inv if scale_inv else None)
+    y_t = transpose(stored, k_axes) if transposed else None
+    return Stored(stored if y else None, y_t, *measured, scales.scale_inv if scale_inv else None)
 
 
 def _measured(values, amax: bool, report: bool) -> tuple[jax.Array | None, jax.Array | None]:
