@@ -74,6 +74,16 @@ def cases(rows: int, hidden: int) -> Iterator[Case]:
             lambda *args, forward=forward: forward(*args, epsilon=1e-6, dtype=E4M3, y_t=True),
             [x, *parameters, scalar, *statistics],
         )
+        yield (
+            f"{name} forward -> FP8",
+            lambda *args, forward=forward: forward(*args, epsilon=1e-6, dtype=E4M3, amax=True),
+            [x, *parameters, scalar],
+        )
+        yield (
+            f"{name} -> FP8 for the backward pass, transposed alone",
+            lambda *args, forward=forward: forward(*args, epsilon=1e-6, dtype=E4M3, y=False, y_t=True),
+            [x, *parameters, scalar, *statistics],
+        )
         saved = [x, x, parameters[0], *statistics]
         yield f"{name} backward", lambda *args, backward=backward: backward(*args, None), saved
         yield f"{name} backward + residual", backward, [*saved, x]
