@@ -247,17 +247,17 @@ RESOURCES = {
 
 
 @pytest.mark.parametrize(
-    "resource, explicit, rec",
+    "resource, explicit, rec, dtype",
     [
-        ("dp and tp", False, DELAYED),
-        ("dp and tp", True, DELAYED),
-        ("fsdp and tp", False, DELAYED),
-        ("fsdp and tp", True, DELAYED),
-        ("fsdp and tp", True, None),
+        ("dp and tp", False, DELAYED, jnp.float32),
+        ("dp and tp", True, DELAYED, jnp.bfloat16),
+        ("fsdp and tp", False, DELAYED, jnp.bfloat16),
+        ("fsdp and tp", True, DELAYED, jnp.float32),
+        ("fsdp and tp", True, None, jnp.float32),
     ],
 )
-def test_sharded_is_unsharded(resource, explicit, rec):
-    layer = Layer(use_bias=True, mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True)
+def test_sharded_is_unsharded(resource, explicit, rec, dtype):
+    layer = Layer(use_bias=True, mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True, dtype=dtype)
     resource = RESOURCES[resource]
     boxed = steps.init(layer, X, rec=DELAYED, unbox=False)
     variables = steps.randomized(nn.unbox(boxed))

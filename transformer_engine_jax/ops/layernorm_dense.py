@@ -30,6 +30,7 @@ from transformer_engine_jax.ops.layernorm import (
 )
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting, named
+from transformer_engine_jax.quantized import QuantizedTensor
 from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
 from transformer_engine_jax.sharding import Axes, SequenceShards, constrain
 
@@ -47,13 +48,14 @@ class Normed(NamedTuple):
     scale: jax.Array | None  # the operand of the cast, where that is made again for the transposed copy
 
 
-def transposes_later(kernel, quantizer: Quantizer) -> bool:
+def transposes_later(static: Norm | None, kernel, gathers_x: bool, quantizer: Quantizer) -> bool:
     """Whether the transposed copy of a norm's result is made for the backward pass, from the norm's input.
 
     That is kept anyway, for the norm's own backward. To read it again takes 0.2 % of a layer's time, so this is only
     where kernels have 16 bits: Flax's layer in bf16 holds no copies of those, and ours would need more memory.
     """
-    return kernel.dtype.itemsize == 2 and quantizer.spec.checkpoint_name is None
+    unnamed = quantizer.spec.checkpoint_name is None  # else it is promised to what saves it
+    return static is not None and kernel.dtype.itemsize == 2 and not gathers_x and unnamed
 
 
 def norm_forward(static: Norm, product: Dense, x, gamma, beta, quantizer: Quantizer) -> tuple[Cast, Normed]:
@@ -72,8 +74,10 @@ def norm_forward(static: Norm, product: Dense, x, gamma, beta, quantizer: Quanti
     return casting.result(out.y, out.y_t, out), normed
 
 
-def transposed_now(static: Norm, product: Dense, normed: Normed, quantizer: Quantizer, cast_dy: Cast):
-    """The transposed copy of the norm's result, QuantizedTensor[K, ..], where it was left for now; else None.
+def transposed_now(
+    static: Norm | None, product: Dense, normed: Normed | None, quantizer: Quantizer, cast_dy: Cast
+) -> QuantizedTensor | None:
+    """The transposed copy [K, ..] of the norm's result where it was left for now, else None.
 
     Not before the product's quantized gradient is there, which lets go of what that was computed from.
     """
@@ -179,8 +183,8 @@ def _layernorm_dense(
     kernel, main_grad = unpacked("layernorm_dense", kernel)
     check_dense("layernorm_dense", x, kernel, bias, 1)
     main_grad, adds = claimed(main_grad, x, kernel)
-    fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x)
-    fields["x_t_later"] = not gathers_x and transposes_later(kernel, quantizers.x)
+    later = transposes_later(norm_options, kernel, gathers_x, quantizers.x)
+    fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x, x_t_later=later)
     product = Dense.of(x, kernel, bias, 1, kernel_axes, **fields)
     static = _Static(norm_options, product, x_axes, return_input)
     return _fp8_layernorm_dense(static, x, gamma, beta, kernel, bias, main_grad, quantizers)

@@ -234,8 +234,8 @@ def _layernorm_mlp(
         return checkpoint_name(y, names[1]), past
     main_grad_1, adds_1 = claimed(main_grad_1, x, kernel_1)
     main_grad_2, adds_2 = claimed(main_grad_2, x, kernel_2)
-    fields = dict(adds=adds_1, x_axes=axes_1, gathers_x=gathers)
-    fields["x_t_later"] = norm_options is not None and not gathers and transposes_later(kernel_1, quantizers[0].x)
+    later = transposes_later(norm_options, kernel_1, gathers, quantizers[0].x)
+    fields = dict(adds=adds_1, x_axes=axes_1, gathers_x=gathers, x_t_later=later)
     dense_1 = Dense.of(x, kernel_1, bias_1, 1, kernel_axes[0], **fields)
     fields = dict(residual=residual, adds=adds_2, x_axes=axes_2, gathers_dy=gathers and bool(axes_2))
     dense_2 = Dense.of(x, kernel_2, bias_2, 1, kernel_axes[1], **fields)

@@ -91,10 +91,8 @@ def _backward(static: _Static, residuals: tuple, cotangents):
         else:
             casts.append(quantize_gradient(product, of_ys, next(dys)))
     first, of_first, cast = static.products[0], saved[0], casts[0]
-    if first.x_t_later:
-        x_t = transposed_now(static.norm, first, normed, of_first.quantizers.x, cast)
-    else:
-        x_t = gathered_input(first, of_first.x, cast)
+    x_t = transposed_now(static.norm, first, normed, of_first.quantizers.x, cast)
+    x_t = gathered_input(first, of_first.x, cast) if x_t is None else x_t
     for i, (product, of_ys, cast_dy) in enumerate(zip(static.products, saved, casts), 1):
         dx, of_product, report = dense_backward(product, of_ys, cast_dy, dx, x_t=x_t, more=i < len(saved))
         parameters += of_product
@@ -176,11 +174,11 @@ def _layernorm_projections(
             stacked = split and y.ndim > normed.ndim
             results += [y[..., i, :] for i in range(y.shape[-2])] if stacked else [y]
         return results, past
-    x_t_later = norm_options is not None and not gathers_x and transposes_later(kernels[0], quantizers[0].x)
+    later = transposes_later(norm_options, kernels[0], gathers_x, quantizers[0].x)
     products, parameters = [], []
     for kernel, bias, main_grad, axes_of_kernel in zip(kernels, biases, main_grads, kernel_axes, strict=True):
         main_grad, adds = claimed(main_grad, x, kernel)
-        fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x, x_t_later=x_t_later)
+        fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x, x_t_later=later)
         products.append(Dense.of(x, kernel, bias, 1, axes_of_kernel, **fields))
         parameters += [kernel, bias, main_grad]
     static = _Static(norm_options, tuple(products), x_axes, return_input, split)

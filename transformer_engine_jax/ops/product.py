@@ -87,18 +87,18 @@ def _backward(static, residuals, dy):
     n_axes, m_axes = kernel.ndim - static.k_axes, x.ndim - static.k_axes
     options = dict(k_axes=m_axes, dtype=_gradient_dtype(static, x, kernel), k_first="ab", in_place=bool(static.adds))
 
-    def of_kernel(x, dy):
+    def kernel_gradient(x, dy):
         return gemm(_last(x, m_axes), _last(dy, m_axes), None, None, None, main_grad, None, **options).d
 
-    def of_input(dy):
+    def input_gradient(dy):
         return gemm(dy, kernel, *[None] * 5, k_axes=n_axes, dtype=x.dtype).d
 
     if kernel_last(static, kernel, dy):
-        dx, *operands = all_at_once(of_input(dy), x, dy)
-        dkernel = of_kernel(*operands)
+        dx, *operands = all_at_once(input_gradient(dy), x, dy)
+        dkernel = kernel_gradient(*operands)
     else:
-        after, dkernel = all_at_once(dy, of_kernel(x, dy))  # which lets go of x before dx takes its room
-        dx = of_input(after)
+        after, dkernel = all_at_once(dy, kernel_gradient(x, dy))  # which lets go of x before dx takes its room
+        dx = input_gradient(after)
     dbias = None
     if static.bias_dtype is not None:
         dbias = jnp.sum(dy, axis=tuple(range(m_axes)), dtype=np.float32).astype(static.bias_dtype)
