@@ -51,7 +51,7 @@ class Normed(NamedTuple):
 def transposes_later(static: Norm | None, kernel, gathers_x: bool, quantizer: Quantizer) -> bool:
     """Whether the transposed copy of a norm's result is made for the backward pass, from the norm's input.
 
-    That is kept anyway, for the norm's own backward. To read it again takes 0.2 % of a layer's time, so this is only
+    That is kept anyway, for the norm's own backward. To read it again takes 0.3 % of a layer's time, so this is only
     where kernels have 16 bits: Flax's layer in bf16 holds no copies of those, and ours would need more memory.
     """
     unnamed = quantizer.spec.checkpoint_name is None  # else it is promised to what saves it
