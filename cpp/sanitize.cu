@@ -170,9 +170,10 @@ void activations(int64_t rows, int64_t cols, DType dtype) {
       for (const Way& way : kWays) {
         Memory m;
         const In z = m.in(dtype, {rows, inputs, cols}), bias = biased ? m.in(kF32, {inputs, cols}) : m.none();
-        check("activation_fwd",
-              ActivationFwd(nullptr, z, way.scale(m), bias, m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}),
-                            way.amax(m), way.reported(m), m.scalar(), attributes(way)));
+        for (const Out& y : {m.out(kE4M3, {rows, cols}), m.nothing()}) {  // both ways; or the transposed copy alone
+          check("activation_fwd", ActivationFwd(nullptr, z, way.scale(m), bias, y, m.out(kE4M3, {cols, rows}),
+                                                way.amax(m), way.reported(m), m.scalar(), attributes(way)));
+        }
         check("activation_bwd", ActivationBwd(nullptr, m.in(dtype, {rows, cols}), z, way.scale(m), bias,
                                               m.out(kE5M2, {rows, inputs, cols}), m.out(kE5M2, {inputs, cols, rows}),
                                               way.amax(m), m.out(kF32, {inputs, cols}), way.reported(m), m.scalar(),
@@ -204,12 +205,14 @@ void norms(int64_t rows, int64_t cols, DType dtype) {
     for (const bool known : {false, true}) {
       const In statistic = known ? m.in(kF32, {rows}) : m.none();
       const auto computed = [&] { return known ? m.nothing() : m.out(kF32, {rows}); };
-      check("layernorm_fwd", LayerNormFwd(nullptr, x, gamma, gamma, way.scale(m), statistic, statistic,
-                                          m.out(kE4M3, {rows, cols}), m.out(kE4M3, {cols, rows}), computed(),
-                                          computed(), way.amax(m), way.reported(m), m.scalar(), attributes));
-      check("rmsnorm_fwd",
-            RmsNormFwd(nullptr, x, gamma, way.scale(m), statistic, m.out(kE4M3, {rows, cols}),
-                       m.out(kE4M3, {cols, rows}), computed(), way.amax(m), way.reported(m), m.scalar(), attributes));
+      for (const bool both : {true, false}) {  // ways; or the transposed copy alone
+        const Out y = both ? m.out(kE4M3, {rows, cols}) : m.nothing();
+        check("layernorm_fwd",
+              LayerNormFwd(nullptr, x, gamma, gamma, way.scale(m), statistic, statistic, y, m.out(kE4M3, {cols, rows}),
+                           computed(), computed(), way.amax(m), way.reported(m), m.scalar(), attributes));
+        check("rmsnorm_fwd", RmsNormFwd(nullptr, x, gamma, way.scale(m), statistic, y, m.out(kE4M3, {cols, rows}),
+                                        computed(), way.amax(m), way.reported(m), m.scalar(), attributes));
+      }
     }
   }
   Memory m;

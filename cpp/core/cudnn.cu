@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "core/cuda_graph.h"
 #include "core/cudnn.h"
+#include "core/cudnn_frontend.h"
 #include "core/libraries.h"
 
 namespace cudnn_frontend {

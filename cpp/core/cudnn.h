@@ -1,29 +1,29 @@
 // cuDNN's graphs by its frontend: each is made once, when a program is compiled, and kept. Only the host's compiler is
-// needed.
+// needed. Who builds a graph includes core/cudnn_frontend.h, which takes a compiler many seconds; who runs one does
+// not.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <functional>
-#include <memory>
 #include <unordered_map>
 #include <vector>
 
-#define CUDNN_FRONTEND_SKIP_JSON_LIB
-#define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
-#include <cudnn_frontend.h>
-
 #include "core/ffi.h"
+
+namespace cudnn_frontend::graph {
+class Graph;
+}
 
 namespace te::cudnn {
 
-namespace fe = ::cudnn_frontend;
-using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 using Pointers = std::unordered_map<int64_t, void*>;  // by the uid of a graph's tensor
 
 // One graph: what tells it from all others, the kind of operation first, and how it is made.
 struct Call {
   const char* op;
   std::vector<int64_t> key;
-  std::function<void(fe::graph::Graph&)> build;
+  std::function<void(cudnn_frontend::graph::Graph&)> build;
 };
 
 struct Workspace {

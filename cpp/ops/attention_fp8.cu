@@ -47,21 +47,8 @@ Check check_call(const AttentionOperands& in, const Scales& scales, Out& o, Out&
   return check_stats(check, *stats, s);
 }
 
-void build(const AttentionCall& call, cudnn::fe::graph::Graph& graph) {
-  AttentionGraph tensors(call, graph);
-  const auto options = tensors.with_options(cudnn::fe::graph::SDPA_fp8_attributes().set_generate_stats(true));
-  auto [o, stats, amax_s, amax_o] = graph.sdpa_fp8(
-      tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV), tensors.scalar(kDescaleQ), tensors.scalar(kDescaleK),
-      tensors.scalar(kDescaleV), tensors.scalar(kDescaleS), tensors.scalar(kScaleS), tensors.scalar(kScaleO), options);
-  tensors.as_rows(o, kO).set_output(true).set_data_type(cudnn_type(call.o_dtype));
-  tensors.as_stats(stats).set_output(true);
-  AttentionGraph::as_scalar(amax_s, kAmaxS).set_output(true);
-  AttentionGraph::as_scalar(amax_o, kAmaxO).set_output(true);
-}
-
 cudnn::Call call_of(const AttentionOperands& in, Out& o, const AttentionShape& s, const AttentionOptions& options) {
-  const AttentionCall call{kFp8Forward, in.q.element_type(), o->element_type(), s, options, in.lengths()};
-  return {in.op, call.key(), [call](cudnn::fe::graph::Graph& graph) { build(call, graph); }};
+  return graph_call(in.op, {kFp8Forward, in.q.element_type(), o->element_type(), s, options, in.lengths()});
 }
 
 cudnn::Workspace after_amaxes(Out& workspace) {
