@@ -138,7 +138,7 @@ def test_vmap_of_a_vmap_and_of_an_unbatched_operand():
 
 
 def test_a_kernel_is_not_differentiable_by_itself():
-    with pytest.raises(NotImplementedError, match="measure: expected at most one derivative"):
+    with pytest.raises(NotImplementedError, match="measure: expected to be differentiated inside an op"):
         jax.grad(lambda x: amax(x))(X)
 
 
@@ -335,3 +335,39 @@ def test_empty_tensors():
 def test_lowering_for_cuda_needs_no_gpu():
     text = jax.jit(quantized).trace(X).lower(lowering_platforms=("cuda",)).as_text()
     assert "te_quantize" in text and kernel_p.name == "te_kernel"
+
+
+# --- Static attributes ------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    expected = quantize(X, SCALE, dtype=E4M3, k_axes=2, q_t=True)
+    got = quantize(X, SCALE, dtype=E4M3, k_axes=np.int64(2), q_t=np.bool_(True))
+    testing.assert_same_bytes(got, expected)
+    testing.assert_same_bytes(quantize(X, SCALE, dtype=E4M3, k_axes=2, q_t=True), expected)
+
+
+def test_other_attributes_are_refused():
+    @kernel("... -> ...")
+    def scaled(x, *, factor=1.0) -> Any:
+        return x
+
+    with pytest.raises(TypeError, match=r"scaled: factor: expected a static number, name or switch, got \(1, 2\)"):
+        scaled(X, factor=(1, 2))
+
+
+# --- JAX's switches ---------------------------------------------------------------------------------------------------
+
+
+def test_without_jit():
+    expected = quantized(X)
+    with jax.disable_jit():
+        testing.assert_same_bytes(quantized(X), expected)
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(te.rmsnorm(x, G))))(X)
+    testing.assert_close(gradient, jax.grad(lambda x: jnp.sum(jnp.sin(te.rmsnorm(x, G))))(X), 1e-6)
+
+
+def test_where_ranks_must_agree():
+    with jax.numpy_rank_promotion("raise"):
+        te.layernorm(X[:3, :3], G, G)
+        te.dense(X[:3, :3], jnp.ones((64, 16)), jnp.ones(16))

@@ -179,9 +179,30 @@ def test_keep_returns_states_as_their_own_gradient():
     jax.tree.map(np.testing.assert_array_equal, got, state)
 
 
+def test_states_that_go_unused_several_times_stay_as_they_are():
+    state = state_after([2])
+
+    def scanned(s):
+        return jax.lax.scan(lambda y, _: (keep(y, s), None), jnp.ones(3), None, length=3)[0]
+
+    for uses in (lambda s: keep(keep(jnp.ones(3), [s]), [s]), scanned, jax.jit(scanned), jax.checkpoint(scanned)):
+        got = jax.jit(jax.grad(lambda s, uses=uses: jnp.sum(uses(s))))(state)
+        jax.tree.map(np.testing.assert_array_equal, got, state)
+
+
+def test_states_that_go_unused_out_of_sight_of_one_another_do_not_grow():
+    state = before = state_after([2])
+    apart = jax.jit(lambda s, y: keep(y, [s]))  # each call is a function of its own to JAX
+    step = jax.jit(jax.grad(lambda s: jnp.sum(apart(s, jnp.ones(3)) * apart(s, jnp.ones(3)))))
+    for _ in range(8):
+        state = step(state)
+    assert state.packed[..., 1].max() <= 2
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda s: s / 2, state), before)
+
+
 def test_errors_of_attach():
     for wrong, got in ((None, "None"), (Single(None), r"Single\(packed=None\)"), ({"a": 1}, r"\{'a': 1\}")):
-        with pytest.raises(ValueError, match=f"needs the states of what it quantizes, got {got}"):
+        with pytest.raises(ValueError, match=f"expected the states of what it quantizes, got {got}"):
             attach(wrong, [spec()])
     with pytest.raises(ValueError, match=r"expected 1 states.*f32\[4\].*got 1 of f32\[\] and f32\[16\]"):
         attach(Single.create(recipe.DelayedScaling()), [spec()])

@@ -55,6 +55,7 @@ class Kernel:
         prepared,
         layouts,
         optional,
+        units,
     ):
         functools.update_wrapper(self, reference)
         self.reference, self.rule, self.name = reference, rule, reference.__name__
@@ -62,6 +63,7 @@ class Kernel:
         self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
         self.parts, self.by_shard, self.platforms, self.note = dict(parts), dict(by_shard), frozenset(platforms), note
         self.aliases, self.prepared, self.layouts, self.optional = dict(aliases), prepared, layouts, frozenset(optional)
+        self.units = dict(units)
         parameters = inspect.signature(reference).parameters.values()
         operands = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.operand_names = [p.name for p in operands]
@@ -94,6 +96,8 @@ class Kernel:
                 raise TypeError(f"{self.name} needs the attribute {name}")
         if attributes.get("dtype") is not None:
             attributes["dtype"] = np.dtype(attributes["dtype"])
+        # One cache key for what is equal: numpy's 1 equals Python's, and hashes alike.
+        attributes = {name: v.item() if isinstance(v, np.generic) else v for name, v in attributes.items()}
         call = Call(self, tuple(attributes.items()), tuple(x is None for x in operands), bool(use_references.value))
         given = [x for x in operands if x is not None]
         # Python's numbers are f32, whatever jax_enable_x64 says.
@@ -122,6 +126,7 @@ def kernel(
     prepared: bool = False,
     layouts: Callable[..., Mapping[str, Sequence[int]]] | None = None,
     optional: Sequence[str] = (),
+    units: Mapping[str, int] | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Declares a kernel by its reference.
 
@@ -132,9 +137,9 @@ def kernel(
         are combined; or (another result, a function): that is asked for in its place, combined, and made into it.
       once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
       parts: operand -> the attribute it is multiplied by: likewise, but each of n shards counts 1 / n of it.
-      by_shard: seed -> buffer. A seed is an operand, a vector of integers, to whose first entry each shard adds its
-        number, so that no two draw the same. The buffer's sharding alone says how the call is sharded: as a result of
-        the forward and an operand of the backward pass it makes both draw the same.
+      by_shard: seed -> buffer. A seed is an operand, a vector of integers; each shard adds its number to the first, so
+        that shards draw different bits. The sharding of that buffer decides how the call is split: it is a result of
+        the forward pass and an operand of the backward pass, so that both draw the same.
       platforms: where there is a handler; elsewhere the reference is compiled.
       workspace: bytes of scratch memory the CUDA handler takes as its last result, from the operands
         (objects with shape and dtype, or None) and the attributes.
@@ -146,10 +151,11 @@ def kernel(
       layouts: operand -> its axes from major to minor, where the CUDA handler reads them in another order than the
         last fastest; from the operands and the attributes, as for `workspace`.
       optional: results that an attribute of their name asks for, and that a call does without where nobody uses them.
+      units: letter -> what the size of a shard of this axis must be a multiple of.
     """
     return lambda reference: Kernel(
         reference, rule, whole, reduce or {}, once, parts or {}, by_shard or {}, platforms, workspace, note,
-        aliases or {}, prepared, layouts, optional,
+        aliases or {}, prepared, layouts, optional, units or {},
     )  # fmt: skip
 
 
@@ -209,5 +215,5 @@ class Call(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _result_shapes(call: Call, operands) -> tuple[jax.ShapeDtypeStruct | None, ...]:
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
-    with jax.sharding.use_abstract_mesh(NO_MESH):
+    with jax.sharding.use_abstract_mesh(NO_MESH), jax.numpy_rank_promotion("allow"):
         return jax.eval_shape(call.run_reference, *shapes)

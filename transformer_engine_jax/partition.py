@@ -38,21 +38,39 @@ def sharding_rule(call: Call, present) -> tuple[str, dict]:
     return text, factors
 
 
-def assign(call: Call, axes: Axes, operands: Sequence[Sequence], results: Sequence[Sequence] = ()):
-    """Mesh axes of every named axis that is sharded, from buffers' partition specs; a mesh axis is used once."""
+def assign(call: Call, axes: Axes, mesh: Mapping[str, int], present, *specs: Sequence[Sequence]):
+    """Mesh axes of every named axis that is sharded, from buffers' partition specs; a mesh axis is used once.
+
+    An axis is sharded evenly, in multiples of its unit, or not at all: the compiler fills up the last shard with
+    anything, which a sum or a maximum would take in.
+
+    mesh: the size of each mesh axis. specs: of the operands, and of the results where they are known.
+    """
     kernel, whole = call.kernel, call.whole(axes)
+    shapes = [x.shape for x in (*present, *call.result_shapes(present)) if x is not None]
     buffers = [*zip(kernel.operand_names, axes.operands), *zip(kernel.result_names, axes.results)]
-    specs = list(zip([b for b in buffers if b[1] is not None], [*operands, *results]))
-    deciding = [x for x in specs if x[0][0] in kernel.by_shard.values()]
+    found = list(zip([b for b in buffers if b[1] is not None], shapes, [spec for side in specs for spec in side]))
+    deciding = [x for x in found if x[0][0] in kernel.by_shard.values()]
     assigned: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
-    for (_, names), spec in deciding or specs[: len(operands)]:
-        for name, entry in zip(names, spec):
-            entry = names_of(entry)
+    for (_, names), shape, spec in deciding or found[: len(specs[0])]:
+        for name, size, entry in zip(names, shape, spec):
+            entry = _dividing(size, kernel.units.get(name, 1), names_of(entry), mesh)
             if entry and name not in assigned and name not in whole and not used.intersection(entry):
                 assigned[name] = entry
                 used.update(entry)
     return assigned
+
+
+def _dividing(size: int, unit: int, names: Sequence[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The first of these mesh axes, as many as an axis of this size divides over in multiples of the unit."""
+    count, kept = unit, ()
+    for name in names:
+        count *= mesh[name]
+        if size % count:
+            break
+        kept += (name,)
+    return kept
 
 
 def spec_of(names: Sequence[str], assigned: Mapping[str, tuple[str, ...]]) -> PartitionSpec:
@@ -67,13 +85,13 @@ class Plan(NamedTuple):
     local: Callable
 
 
-def plan(call: Call, run: Callable, operands, *specs: Sequence[Sequence]) -> Plan:
+def plan(call: Call, run: Callable, mesh: Mapping[str, int], operands, *specs: Sequence[Sequence]) -> Plan:
     """The shardings that the rule allows, nearest to the operands' own, and the collectives it implies.
 
-    run: a call on one device's buffers. specs: of the operands, and of the results where they are known.
+    run: a call on one device's buffers. mesh, specs: as in `assign`.
     """
     axes = call.axes(operands)
-    assigned = assign(call, axes, *specs)
+    assigned = assign(call, axes, mesh, operands, *specs)
     results = [(name, n) for name, n in zip(call.kernel.result_names, axes.results) if n is not None]
     names = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
     lost = {r: [a for n, axs in assigned.items() if n not in kept for a in axs] for r, kept in results}

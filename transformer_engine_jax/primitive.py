@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax import partition
+from transformer_engine_jax.decisions import compute_capabilities
 from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 from transformer_engine_jax.rules import is_group
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from transformer_engine_jax.kernel import Call
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
+
+OLDEST_GPU = 8.9  # compute capability of Ada
 
 # --- The FFI call ------------------------------------------------------------------------------------------------
 
@@ -47,6 +50,8 @@ def _ffi_attributes(call: Call) -> dict[str, Any]:
             out[name] = np.int64(value)
         elif isinstance(value, float):
             out[name] = np.float32(value)
+        elif not isinstance(value, np.dtype | None):
+            raise TypeError(f"{call.kernel.name}: {name}: expected a static number, name or switch, got {value!r}")
     return out
 
 
@@ -103,6 +108,12 @@ def _check_cuda_handlers(call: Call) -> None:
             f"({cuda_import_error()}); "
             "or run on the CPU with JAX_PLATFORMS=cpu."
         )
+    if jax.default_backend() == "gpu" and (old := [c for c in compute_capabilities() if c < OLDEST_GPU]):
+        raise RuntimeError(
+            f"{call.kernel.name}: expected GPUs of compute capability {OLDEST_GPU} (Ada) or newer, for which the "
+            f"kernels of transformer_engine_jax are compiled, got {old[0]}; hide it with CUDA_VISIBLE_DEVICES, or run "
+            "on the CPU with JAX_PLATFORMS=cpu."
+        )
 
 
 # --- The primitive -----------------------------------------------------------------------------------------------
@@ -115,7 +126,8 @@ prim_requires_devices_during_lowering.add(kernel_p)
 
 @kernel_p.def_impl
 def _impl(*present, call: Call):
-    return _jitted(call)(*present)
+    with jax.disable_jit(False):  # without jit this is what runs
+        return _jitted(call)(*present)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,7 +142,7 @@ def _abstract_eval(*present, call: Call):
     meshes = [x.sharding.mesh for x in present if not x.sharding.mesh.empty]
     if meshes:
         axes = call.axes(present)
-        assigned = partition.assign(call, axes, [x.sharding.spec for x in present])
+        assigned = partition.assign(call, axes, meshes[0].shape, present, [x.sharding.spec for x in present])
         names = [n for n in axes.results if n is not None]
         avals = [
             a.update(sharding=NamedSharding(meshes[0], partition.spec_of(n, assigned))) for a, n in zip(avals, names)
@@ -177,7 +189,8 @@ def _partition(call: Call, platform: str, mesh, operands, results):
         given = operands[0].sharding
         same = type(given).get_replicated(given._device_assignment)
         return mesh, functools.partial(run, call), tuple(same for _ in results), tuple(same for _ in operands)
-    plan = partition.plan(call, run, operands, *[[x.sharding.spec for x in side] for side in (operands, results)])
+    specs = [[x.sharding.spec for x in side] for side in (operands, results)]
+    plan = partition.plan(call, run, mesh.shape, operands, *specs)
     shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (plan.results, plan.operands)]
     return mesh, plan.local, *shardings
 
@@ -185,7 +198,7 @@ def _partition(call: Call, platform: str, mesh, operands, results):
 def _on_explicit_axes(call: Call, platform: str, mesh, avals) -> Callable:
     """The call where shardings are part of the types: they are known, so the plan is simply carried out."""
     local = functools.partial(_run, platform)
-    plan = partition.plan(call, local, avals, [a.sharding.spec for a in avals])
+    plan = partition.plan(call, local, mesh.shape, avals, [a.sharding.spec for a in avals])
 
     def run(*present):
         present = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(present, plan.operands)]
@@ -260,8 +273,9 @@ def _with_leading_axis_whole(x: jax.Array) -> jax.Array:
 
 def _no_second_derivative(primals, tangents, *, call: Call):
     raise NotImplementedError(
-        f"{call.kernel.name}: expected at most one derivative, in reverse mode: kernels of transformer_engine_jax have "
-        "gradients (jax.grad, jax.vjp) but neither tangents nor second derivatives"
+        f"{call.kernel.name}: expected to be differentiated inside an op, once and in reverse mode (jax.grad, "
+        "jax.vjp): a kernel of transformer_engine_jax has no derivative of its own, and ops have neither tangents nor "
+        "second derivatives"
     )
 
 

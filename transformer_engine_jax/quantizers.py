@@ -145,21 +145,29 @@ def attach(states: QuantizerStates | None, specs: Sequence[QuantizerSpec]) -> li
 def _check_states(states: QuantizerStates | None, recipe: DelayedScaling, tensors: int) -> None:
     if not isinstance(states, QuantizerStates) or states.packed is None:
         raise ValueError(
-            f"attach: {type(recipe).__name__} needs the states of what it quantizes, got {states}; "
+            f"quantizers of {type(recipe).__name__}: expected the states of what it quantizes, got {states}; "
             "GemmState.create() and AttentionState.create() make them"
+        )
+    if states.packed.dtype != jnp.float32:
+        raise ValueError(
+            f"quantizers: FP8 state: expected f32, got {states.packed.dtype}; cast parameters alone, "
+            "variables['params'], and leave the state as it is"
         )
     if states.layout != ((), tensors, recipe.amax_history_len):
         stacked, got, length = states.layout
         raise ValueError(
-            f"attach: expected {tensors} states of scale f32[] and amax_history f32[{recipe.amax_history_len}] (the "
-            f"recipe's amax_history_len), got {got} of f32{list(stacked)} and f32{[*stacked, length]}; "
+            f"quantizers: expected {tensors} states of scale f32[] and amax_history f32[{recipe.amax_history_len}] "
+            f"(the recipe's amax_history_len), got {got} of f32{list(stacked)} and f32{[*stacked, length]}; "
             "initialise the state under the recipe that it is used with"
         )
 
 
 def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
     """The context in force, with this recipe where one is given."""
-    return contextlib.nullcontext() if recipe is None else autocast(True, recipe, amax_axes=current().amax_axes)
+    if recipe is None:
+        return contextlib.nullcontext()
+    calibrating = current().calibrating
+    return autocast(not calibrating, recipe, calibrating=calibrating)
 
 
 def gemm_quantizers(
@@ -218,20 +226,56 @@ def attention_quantizers(
         return AttentionQuantizers(state if recipe.stateful else None, quantizer_spec())
 
 
-def _keep_forward(_, y, states):
-    return y, states
+def _keep_forward(_, states):
+    first = jax.tree.leaves(states)[0].ravel()[0]
+    return jax.lax.select(first > 0, jnp.float32(0), jnp.float32(0)), states
 
 
 def _keep_backward(_, states, cotangent):
-    return cotangent, states
+    del cotangent
+    # A sum of n states, as of calls that could not see one another, must not grow n times with every step.
+    one = lambda packed: packed / jnp.maximum(packed[..., 1:2], 1.0)
+    is_states = lambda x: isinstance(x, QuantizerStates)
+    return (jax.tree.map(lambda x: jax.tree.map(one, x) if is_states(x) else x, states, is_leaf=is_states),)
 
 
 _keep = differentiable(_keep_forward, _keep_backward)
 
 
+def _tie_forward(_, y, token):
+    del token
+    return y, None
+
+
+def _tie_backward(_, residuals, cotangent):
+    del residuals
+    return cotangent, jnp.float32(0)
+
+
+_tie = differentiable(_tie_forward, _tie_backward)
+
+
 def keep(y: Any, states: Any) -> Any:
-    """y, its first array tied to states that this step does not use: their gradient is their own value, not zero."""
-    if not jax.tree.leaves(states):
-        return y
-    (first, *others), tree = jax.tree.flatten(y)
-    return jax.tree.unflatten(tree, [_keep(None, first, states), *others])
+    """y unchanged. The gradient of `states`, which this step does not use, is then their own value and not zero.
+
+    However often they go unused: as with `_attach_once` it is seen to where the states live, and once there.
+    """
+    for state in jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, QuantizerStates)):
+        if not jax.tree.leaves(state):
+            continue
+        (first, *others), tree = jax.tree.flatten(y)
+        y = jax.tree.unflatten(tree, [_tie(None, first, _kept_once(state)), *others])
+    return y
+
+
+def _kept_once(state: QuantizerStates | jax.Array) -> jax.Array:
+    """f32[] 0, of which any cotangent makes the state's the state."""
+    (array,) = jax.tree.leaves(state)
+    if not isinstance(array, jax.core.Tracer) or jax.config.jax_check_tracer_leaks:
+        return _keep(None, (state,))
+    known = kept_on(array._trace, "_te_kept")
+    if id(array) not in known:
+        with set_current_trace(array._trace):
+            token = _keep(None, (state,))
+        known[id(array)] = (array, token)  # the array too, lest its id be used again
+    return known[id(array)][1]

@@ -23,6 +23,7 @@ from transformer_engine_jax.quantizers import Quantizer, QuantizerSpec
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)
+FLOATS = tuple(np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16))  # what kernels read and write besides
 
 
 def is_fp8(dtype) -> bool:
@@ -149,6 +150,7 @@ def _stack_scratch(x0, x1, x2, scale, *, colsum, **_) -> int:
     reduce={**MEASURED, "colsum": "sum"},
     workspace=_stack_scratch,
     optional=OPTIONAL,
+    units={"n": 8},
 )
 def quantize_stack(
     x0, x1, x2, scale, *, dtype, q=True, q_t=False, amax=True, colsum=False, report=False, scale_inv=False,

@@ -253,7 +253,7 @@ def _run_starts(x) -> jax.Array:
 
 def _from_ids(ids, positions) -> Places:
     if positions is None:
-        positions = jnp.arange(ids.shape[1], dtype=jnp.int32) - _run_starts(ids)
+        positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] - _run_starts(ids)
     return Places(positions, ids)
 
 
