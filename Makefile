@@ -90,11 +90,11 @@ $(STATE)/settings: FORCE
 	@mkdir -p $(@D)
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
 
-# The packages that pyproject.toml names for building, running and the extras. JAX is a build requirement too (it brings
-# XLA's headers), so building in isolation would fetch it twice.
+# The packages that pyproject.toml names for building, running and the extras. Built is with the jaxlib that runs, and so
+# not in isolation, for which pyproject.toml names the oldest.
 REQUIREMENTS := import tomllib, sys; p = tomllib.load(open("pyproject.toml", "rb")); \
   extras = p["project"]["optional-dependencies"]; \
-  print(*p["build-system"]["requires"], *p["project"]["dependencies"], *sum((extras[e] for e in sys.argv[1:]), []), sep="\n")
+  print(*(r for r in p["build-system"]["requires"] if not r.startswith("jaxlib")), *p["project"]["dependencies"], *sum((extras[e] for e in sys.argv[1:]), []), sep="\n")
 BUILD_TOOLS := from scikit_build_core.build import get_requires_for_build_editable as f; print(*f(), sep="\n")
 
 ifeq ($(VENV),none)

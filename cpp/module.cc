@@ -24,6 +24,7 @@ NB_MODULE(TE_MODULE, m) {
         return all;
       },
       "FFI target -> stage -> capsule, for jax.ffi.register_ffi_target.");
+  m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 #ifdef TE_CUDA
   m.def("gemm_algorithm", &te::gemm_algorithm, nb::arg("buffers"), nb::arg("k_axes"), nb::arg("split_accumulator"),
         nb::arg("k_first"),

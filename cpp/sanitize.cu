@@ -18,20 +18,9 @@
 #include "ops/rope.h"
 #include "ops/softmax.h"
 #include "ops/state.h"
+#include "ops/transpose.h"
 
 namespace te {
-
-struct TransposeAttributes {
-  int64_t k_axes;
-};
-
-struct GemmAttributes {
-  int64_t k_axes;
-  bool split_accumulator;
-  std::string_view k_first;
-  float c_scale;
-  Buffers buffers;
-};
 
 ffi::Error Quantize(cudaStream_t, In, In, Out, Out, Out, Out, Out, Out, Out, QuantizeAttributes);
 ffi::Error QuantizeStack(cudaStream_t, In, In, In, In, Out, Out, Out, Out, Out, Out, Out, Scaling);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import pathlib
+import re
 from typing import Any
 
 import jax
@@ -10,6 +12,25 @@ import jax
 from transformer_engine_jax.distribution import name_conflict
 
 _BUILD_HINT = "build it with `pip install .` (or `make test`) from a checkout"
+
+
+def _ffi_version() -> tuple[int, int]:
+    """Of the FFI of the jaxlib that is installed. It takes handlers as old as may be, and none that are newer."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
+    return int(major[1]), int(minor[1])
+
+
+def _check_version(module: str, built: tuple[int, int]) -> None:
+    """ImportError where XLA would refuse the module's handlers, and from then on to compute at all."""
+    if built > (installed := _ffi_version()):
+        raise ImportError(
+            f"transformer_engine_jax.{module} was built with a newer jaxlib, of FFI {built[0]}.{built[1]}, than the "
+            f"installed {jax.lib.__version__}, of {installed[0]}.{installed[1]}; build it again in this environment, "
+            "`pip install --force-reinstall --no-deps .`, or install that jaxlib"
+        )
+
+
 _cuda_import_error: str | None = None
 
 
@@ -26,6 +47,7 @@ def _register_handlers() -> dict[str, dict[str, Any]]:
                 raise ImportError(f"transformer_engine_jax._cpu cannot be imported: {reason}") from error
             _cuda_import_error = str(error)
             continue
+        _check_version(module, tuple(extension.ffi_version))
         found[platform] = extension.registrations()
         for target, stages in found[platform].items():
             handler = stages["execute"] if set(stages) == {"execute"} else stages

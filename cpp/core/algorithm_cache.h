@@ -3,11 +3,11 @@
 // A cache that cannot be read or written is an empty one.
 #pragma once
 
-#include <sys/stat.h>
-
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <map>
+#include <mutex>
 #include <string>
 
 namespace te {
@@ -23,12 +23,15 @@ class AlgorithmCache {
     }
   }
 
-  const std::string* find(const std::string& key) const {
+  // "" where there is none.
+  std::string find(const std::string& key) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const auto entry = choices_.find(key);
-    return entry == choices_.end() ? nullptr : &entry->second;
+    return entry == choices_.end() ? "" : entry->second;
   }
 
   void add(const std::string& key, const std::string& choice) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     choices_[key] = choice;
     std::ofstream(path_, std::ios::app) << key + "\t" + choice + "\n";  // one write: processes may append side by side
   }
@@ -40,13 +43,14 @@ class AlgorithmCache {
     if (path.empty()) {
       path = variable("XDG_CACHE_HOME");
       if (path.empty()) path = variable("HOME") + "/.cache";
-      mkdir(path.c_str(), 0755);
       path += "/transformer_engine_jax";
     }
-    mkdir(path.c_str(), 0755);
+    std::error_code ignored;
+    std::filesystem::create_directories(path, ignored);
     return path;
   }
 
+  mutable std::mutex mutex_;
   std::string path_;
   std::map<std::string, std::string> choices_;
 };

@@ -38,7 +38,7 @@ cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatm
                    const CublasLtProduct& p, void* scratch, cudaStream_t stream) {
   const float alpha = 1.f, beta = p.c ? p.c_scale : 0.f;
   // Not read where beta is 0. An FP8 d has another dtype than c's layout, so it cannot stand in for c.
-  const void* c = p.c ? p.c : of_8_bits(p.d_dtype) ? nullptr : p.d;
+  const void* c = p.c ? p.c : is_fp8(p.d_dtype) ? nullptr : p.d;
   return library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d, plan.d,
                           &algorithm, scratch, kCublasLtScratch, stream);
 }
@@ -102,11 +102,13 @@ std::string text_of(const Key& key) {
 
 // The choices of this kind of GPU and library, from disk.
 AlgorithmCache& cache_of(int device) {
+  static std::mutex mutex;
   static auto& caches = *new std::map<std::string, std::unique_ptr<AlgorithmCache>>;
   cudaDeviceProp properties = {};
   cudaGetDeviceProperties(&properties, device);
   std::string name = std::string("gemm-") + properties.name + "-" + std::to_string(library().version());
   std::replace(name.begin(), name.end(), ' ', '-');
+  const std::lock_guard<std::mutex> lock(mutex);
   auto& cache = caches[name];
   if (!cache) cache = std::make_unique<AlgorithmCache>(name);
   return *cache;
@@ -152,15 +154,15 @@ void choose(Status& status, cublasLtHandle_t handle, const Key& key, const Cubla
   if (count == 1) return take(0, "the only one offered");
   if (!tuning_enabled()) return take(0, "the first offered, as nothing is timed");
   AlgorithmCache& cache = cache_of(static_cast<int>(key[0]));
-  if (const std::string* known = cache.find(text_of(key))) {
-    const std::string hex = known->substr(0, known->find(' '));
+  if (const std::string known = cache.find(text_of(key)); !known.empty()) {
+    const std::string hex = known.substr(0, known.find(' '));
     if (const int index = index_of(hex, offered, count); index >= 0) {
-      return take(index, hex.size() < known->size() ? known->substr(hex.size() + 1) : "the fastest");
+      return take(index, hex.size() < known.size() ? known.substr(hex.size() + 1) : "the fastest");
     }
   }
   if (!may_measure) return take(0, "the first offered, as its sizes were not known when it was compiled");
   const Fastest best = fastest(status, handle, plan, p, offered, count);
-  if (best.index < 0) return take(0, "the first offered, as there was no memory to time it in");  // not kept
+  if (best.index < 0) return take(0, "the first offered, as it could not be timed: no memory for it, say");  // not kept
   cache.add(text_of(key), to_hex(offered[best.index].algo) + " " + said_of(best, count));
   take(best.index, said_of(best, count));
 }
@@ -206,7 +208,7 @@ bool make_plan(Status& status, cublasLtHandle_t handle, const Key& key, const Cu
   if (!status.ok()) return false;
   set(status, plan.product, CUBLASLT_MATMUL_DESC_TRANSA, p.b_k_first ? CUBLAS_OP_N : CUBLAS_OP_T, "transposition");
   set(status, plan.product, CUBLASLT_MATMUL_DESC_TRANSB, p.a_k_first ? CUBLAS_OP_T : CUBLAS_OP_N, "transposition");
-  if (of_8_bits(p.a_dtype)) {
+  if (is_fp8(p.a_dtype)) {
     const int8_t fast = !p.split_accumulator;
     set(status, plan.product, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, "accumulation");
   }
@@ -235,10 +237,12 @@ class WhileCapturing {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// The handle of the current device and the plan of a product, made at first sight unless it is only looked up.
+// The handle of the current device and the plan of a product, which is locked; made at first sight unless it is only
+// looked up. Others wait for no plan but their own, which may be measured for long.
 struct Prepared {
   cublasLtHandle_t handle = nullptr;
   Plan* plan = nullptr;
+  std::unique_lock<std::mutex> lock;
 };
 enum class Unknown { kMeasure, kTakeFirst, kLeave };
 
@@ -249,19 +253,24 @@ bool find_plan(Status& status, const CublasLtProduct& p, Unknown unknown, Prepar
   int device = 0;
   cudaGetDevice(&device);
   const Key key = key_of(p, device);
-  const std::lock_guard<std::mutex> lock(mutex);
-  cublasLtHandle_t& handle = handles[device];
-  auto entry = plans.find(key);
-  if (entry == plans.end()) {
-    if (unknown == Unknown::kLeave) return false;
-    const WhileCapturing allowed;
-    if (!handle && !status.ok(library().create(&handle), "handle")) return false;
-    auto plan = std::make_unique<Plan>();
-    if (!make_plan(status, handle, key, p, *plan, unknown == Unknown::kMeasure)) return false;
-    entry = plans.emplace(key, std::move(plan)).first;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    cublasLtHandle_t& handle = handles[device];
+    if (!handle) {
+      const WhileCapturing allowed;
+      if (!status.ok(library().create(&handle), "handle")) return false;
+    }
+    std::unique_ptr<Plan>& plan = plans[key];
+    if (!plan) plan = std::make_unique<Plan>();
+    found.handle = handle, found.plan = plan.get();
   }
-  found = {handle, entry->second.get()};
-  return true;
+  found.lock = std::unique_lock<std::mutex>(found.plan->mutex);
+  if (found.plan->ready) return true;
+  if (unknown == Unknown::kLeave) return false;
+  const WhileCapturing allowed;
+  found.plan->ready = make_plan(status, found.handle, key, p, *found.plan, unknown == Unknown::kMeasure);
+  if (!found.plan->ready) found.plan->clear();
+  return found.plan->ready;
 }
 
 std::string sizes(const CublasLtProduct& p) {
@@ -286,7 +295,6 @@ ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream
   // takes the first algorithm, unless another is on disk.
   if (find_plan(status, p, Unknown::kTakeFirst, prepared)) {
     Plan& plan = *prepared.plan;
-    const std::lock_guard<std::mutex> lock(plan.mutex);
     if (set_pointers(status, plan.product, p)) {
       const auto issue = [&](cudaStream_t s) {
         return status.ok(run(prepared.handle, plan, plan.algorithm, p, scratch, s), "matmul");
@@ -312,7 +320,7 @@ std::string algorithm_of(const CublasLtProduct& p) {
   if (p.c) text += " + c";
   if (p.a_k_first || p.b_k_first)
     text += std::string(", k first in ") + (p.a_k_first ? "a" : "") + (p.b_k_first ? "b" : "");
-  if (of_8_bits(p.a_dtype)) text += p.split_accumulator ? ", split accumulation" : ", fast accumulation";
+  if (is_fp8(p.a_dtype)) text += p.split_accumulator ? ", split accumulation" : ", fast accumulation";
   return text + ": " + prepared.plan->chosen;
 }
 

@@ -4,16 +4,16 @@
 #include <mutex>
 #include <string>
 
+#include "core/check.h"
 #include "core/cublaslt.h"
 #include "core/cublaslt_library.h"
 
 namespace te::lt {
 
-inline bool of_8_bits(DType dtype) { return dtype == DType::F8E4M3FN || dtype == DType::F8E5M2; }
-
 // A product ready to run but for its pointers. Kept for the life of the process.
 struct Plan {
-  std::mutex mutex;  // the description holds the pointers of the call that is being issued
+  std::mutex mutex;    // while it is made; and the description holds the pointers of the call that is being issued
+  bool ready = false;  // made without an error
   cublasLtMatmulDesc_t product = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
   cublasLtMatmulAlgo_t algorithm = {};
@@ -21,11 +21,14 @@ struct Plan {
   bool sets_memory = false;  // before its kernel
   std::string chosen;        // which algorithm that is, and why
 
-  ~Plan() {  // of a plan that failed
+  // What is there of one that failed, which the next call makes anew.
+  void clear() {
     if (product) library().destroy_product(product);
-    for (cublasLtMatrixLayout_t layout : {a, b, c, d}) {
-      if (layout) library().destroy_layout(layout);
+    for (cublasLtMatrixLayout_t* layout : {&a, &b, &c, &d}) {
+      if (*layout) library().destroy_layout(*layout);
+      *layout = nullptr;
     }
+    product = nullptr;
   }
 };
 

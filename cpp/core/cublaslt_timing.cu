@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <vector>
 
 #include "core/cublaslt_plan.h"
@@ -24,20 +25,28 @@ constexpr float kLeastMs = 0.1f;  // of a turn: less is measured badly
 constexpr float kWorthIt = 0.98f, kWorthItSustained = 0.92f;
 constexpr float kLargeMs = 0.2f;
 
-// Device memory for the time of a measurement; null where there is none left.
+// Device memory for the time of a measurement; null where there is none left. By the stream's own order: cudaFree would
+// wait for whatever runs on the GPU.
 class Borrowed {
  public:
-  explicit Borrowed(int64_t bytes) {
-    if (cudaMalloc(&data_, static_cast<size_t>(bytes)) != cudaSuccess) data_ = nullptr, cudaGetLastError();
+  Borrowed(int64_t bytes, cudaStream_t stream) : stream_(stream) {
+    if (cudaMallocAsync(&data_, static_cast<size_t>(bytes), stream) != cudaSuccess) {
+      data_ = nullptr;
+      cudaGetLastError();
+    }
   }
-  ~Borrowed() { cudaFree(data_); }
+  ~Borrowed() {
+    if (data_) cudaFreeAsync(data_, stream_);
+  }
+  Borrowed(const Borrowed&) = delete;
   void* data() const { return data_; }
 
  private:
   void* data_ = nullptr;
+  cudaStream_t stream_;
 };
 
-int64_t width(DType dtype) { return of_8_bits(dtype) ? 1 : dtype == DType::F32 ? 4 : 2; }
+int64_t width(DType dtype) { return is_fp8(dtype) ? 1 : dtype == DType::F32 ? 4 : 2; }
 
 // Entries of about normal distribution: products of zeros take less power, hence other times.
 __global__ void fill(void* data, DType dtype, int64_t size) {
@@ -66,14 +75,14 @@ class Rehearsal {
  public:
   Rehearsal(const CublasLtProduct& p, cudaStream_t stream)
       : product(p),
-        a_(p.m * p.k * width(p.a_dtype)),
-        b_(p.n * p.k * width(p.b_dtype)),
-        c_(p.c ? p.m * p.n * width(p.c_dtype) : 1),
-        d_(p.m * p.n * width(p.d_dtype)),
-        bias_(p.bias ? p.n * width(p.bias_dtype) : 1),
-        scalar_(sizeof(float)),
-        amax_(sizeof(float)),
-        scratch_(kCublasLtScratch),
+        a_(p.m * p.k * width(p.a_dtype), stream),
+        b_(p.n * p.k * width(p.b_dtype), stream),
+        c_(p.c ? p.m * p.n * width(p.c_dtype) : 1, stream),
+        d_(p.m * p.n * width(p.d_dtype), stream),
+        bias_(p.bias ? p.n * width(p.bias_dtype) : 1, stream),
+        scalar_(sizeof(float), stream),
+        amax_(sizeof(float), stream),
+        scratch_(kCublasLtScratch, stream),
         stream_(stream) {
     for (const Borrowed* borrowed : {&a_, &b_, &c_, &d_, &bias_, &scalar_, &amax_, &scratch_})
       ready &= !!borrowed->data();
@@ -139,6 +148,8 @@ float time_of(cublasLtHandle_t handle, const Plan& plan, const Rehearsal& r, con
 // They take turns, so that all see the same clocks: within a tenth of a second power lowers those.
 Fastest fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
                 const cublasLtMatmulHeuristicResult_t* offered, int count) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
   const Clock clock;
   if (!clock.ready) return {-1, 0.f, 0.f};
   const Rehearsal rehearsal(p, clock.stream);
@@ -167,6 +178,7 @@ Fastest fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const
       c.ms = c.times[rounds / 2];
     }
   };
+  if (candidates.empty()) return {-1, 0.f, 0.f};
   take_turns(kRounds);
   float least = std::numeric_limits<float>::infinity();
   for (const Candidate& c : candidates) least = std::min(least, c.ms);
@@ -176,7 +188,7 @@ Fastest fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const
 
   const bool has_first = !candidates.empty() && candidates[0].number == 0;
   const float first_ms = has_first ? candidates[0].ms : std::numeric_limits<float>::infinity();
-  const bool sustained = of_8_bits(p.a_dtype) && p.split_accumulator && first_ms > kLargeMs;
+  const bool sustained = is_fp8(p.a_dtype) && p.split_accumulator && first_ms > kLargeMs;
   Fastest best = {0, first_ms, first_ms};
   least = first_ms * (sustained ? kWorthItSustained : kWorthIt);
   for (const Candidate& c : candidates) {

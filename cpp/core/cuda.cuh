@@ -29,14 +29,16 @@ namespace te {
 // ---- Devices and launches
 
 struct Device {
+  int id = 0;  // below kDevices
   int multiprocessors = 0;
   int block_shared_memory = 0;  // bytes a block may ask for
   int architecture = 0;         // 90 for compute capability 9.0
 };
 
+constexpr int kDevices = 64;
+
 // Read once a device: a handler may run while a graph is captured, hundreds of times a step.
 inline const Device& current_device() {
-  constexpr int kDevices = 64;
   static Device devices[kDevices];
   static std::once_flag known[kDevices];
   int id = 0;
@@ -49,6 +51,7 @@ inline const Device& current_device() {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
     devices[id].architecture = 10 * major + minor;
+    devices[id].id = id;
   });
   return devices[id];
 }
@@ -93,6 +96,7 @@ cudaError_t allow(const Launch& l, void (*kernel)(Parameters...)) {
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(const Launch& l, cudaStream_t stream, void (*kernel)(Parameters...), const Arguments&... arguments) {
   if (l.blocks == 0) return cudaSuccess;
+  if (l.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   if (const cudaError_t error = allow(l, kernel); error != cudaSuccess) return error;
   const LaunchConfig config(l, stream);
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
@@ -111,14 +115,13 @@ cudaError_t resident_clusters(const Launch& l, void (*kernel)(Parameters...), in
   return cudaOccupancyMaxActiveClusters(count, kernel, &config);
 }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // May every address `base + 8 * i` elements be accessed 16 bytes at a time? Absent buffers don't object.
 inline bool aligned(const void* base) { return reinterpret_cast<uintptr_t>(base) % 16 == 0; }
 
 inline Check& check_workspace(Check& check, Out& workspace, int64_t bytes) {
-  return check.that(static_cast<int64_t>(workspace->size_bytes()) >= bytes, "workspace",
-                    "at least " + std::to_string(bytes) + " bytes", describe(*workspace));
+  return check.that(
+      static_cast<int64_t>(workspace->size_bytes()) >= bytes, "workspace",
+      [&] { return "at least " + std::to_string(bytes) + " bytes"; }, *workspace);
 }
 
 #ifdef __CUDACC__

@@ -12,9 +12,13 @@
 #include "core/ffi.h"
 
 // Hot loops are compiled for several instruction sets; the loader picks one (GNU ifunc; clang has no clones of
-// templates, and compiles for the one set that it is told).
+// templates, and compiles for the one set that it is told). GCC knows these names from 12 on.
 #if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__) && !defined(__clang__) && !defined(TE_CUDA)
+#if __GNUC__ >= 12
 #define TE_SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TE_SIMD __attribute__((target_clones("avx512f", "avx2", "default")))
+#endif
 #else
 #define TE_SIMD
 #endif

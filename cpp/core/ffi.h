@@ -64,11 +64,14 @@ class Instantiation {
       return ffi::Error::InvalidArgument("buffers: expected " + std::to_string(kBuffers) + " descriptions, got " +
                                          std::to_string(buffers.size()));
     }
+    int current = 0;
+    cudaGetDevice(&current);
     ffi::Error error = ffi::Error::Success();
     for (const int device : own_devices()) {
-      cudaSetDevice(device);
-      if (error.success()) error = call(attributes, buffers, std::make_index_sequence<kBuffers>());
+      if (error.failure() || cudaSetDevice(device) != cudaSuccess) continue;
+      error = call(attributes, buffers, std::make_index_sequence<kBuffers>());
     }
+    cudaSetDevice(current);
     return error;
   }
 

@@ -14,18 +14,17 @@
 
 namespace te {
 
-// e^x to 1 ulp on the CPU and 2 on CUDA, for -88.3 <= x <= 89; NaN stays NaN.
+// e^x to 1 ulp on the CPU and 2 on CUDA, for -87.3 <= x <= 88.3, which callers see to; NaN stays NaN.
 TE_MATH float exponential(float x) {
 #ifdef __CUDA_ARCH__
-  // The hardware's 2^x, given x / ln2 as a rounded product and its remainder. 0 below -87.3, infinity above 88.7.
+  // The hardware's 2^x, given x / ln2 as a rounded product and its remainder.
   const float high = x * 1.44269504f;
   const float low = fmaf(x, 1.44269504f, -high) + x * 1.92596303e-8f;
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(high));
   return fmaf(power, low * 0.693147182f, power);
 #else
-  // x = n ln2 + r with |r| <= ln2 / 2, and e^r - 1 - r as r^2 times a quartic (minimax, 2^-28). 0 below -87.7, infinity
-  // above 88.4.
+  // x = n ln2 + r with |r| <= ln2 / 2, and e^r - 1 - r as r^2 times a quartic (minimax, 2^-28).
   const float shifted = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the low bits hold round(x / ln2)
   const float n = shifted - 12582912.f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln2 in two parts, the first of 9 bits

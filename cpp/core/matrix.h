@@ -19,6 +19,8 @@ struct Matrix {
   }
 };
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 inline bool absent(const ffi::AnyBuffer& buffer) {
   return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0;
 }

@@ -21,13 +21,13 @@ inline bool has_context(int device) {
   return get_state && get_state(device, &flags, &active) == 0 && active;
 }
 
-// None where the process only compiles for another's; the one that is current comes last.
+// None where the process only compiles for another's.
 inline std::vector<int> own_devices() {
-  int current = 0, count = 0;
-  if (cudaGetDevice(&current) != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) return {};
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) return {};
   std::vector<int> devices;
-  for (int i = 1; i <= count; ++i) {
-    if (const int device = (current + i) % count; has_context(device)) devices.push_back(device);
+  for (int device = 0; device < count; ++device) {
+    if (has_context(device)) devices.push_back(device);
   }
   return devices;
 }

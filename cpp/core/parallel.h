@@ -40,9 +40,10 @@ void parallel_for(ffi::ThreadPool& pool, int64_t n, const Body& body) {
 // Rows [0, rows) in chunks of at least `least` elements each: body(first, last).
 template <typename Body>
 void parallel_rows(ffi::ThreadPool& pool, int64_t rows, int64_t cols, const Body& body, int64_t least = 1 << 15) {
+  if (rows <= 0) return;
   const int64_t most = std::max<int64_t>(1, pool.num_threads() * 4);
   const int64_t chunks = std::clamp<int64_t>(rows * cols / least, 1, std::min(rows, most));
-  parallel_for(pool, rows ? chunks : 0, [&](int64_t i) { body(rows * i / chunks, rows * (i + 1) / chunks); });
+  parallel_for(pool, chunks, [&](int64_t i) { body(rows * i / chunks, rows * (i + 1) / chunks); });
 }
 
 }  // namespace te

@@ -200,8 +200,14 @@ struct Operand<AnyDtype> {
 //   Columns columns(int64_t col, int n, bool vector)       what its values need of these columns
 //   Raw load(int64_t row, int64_t before, int64_t col, int n, bool vector)   operands, as they are in memory
 //   void values(Raw, Columns, float (&v)[kOutputs][8])
-// kAhead: the groups of 4 rows, 1 or 2, that a thread loads at once. kBlocks: blocks on a multiprocessor. kSummed: sums
-// over rows may be asked for.
+// kAtOnce: the groups of 4 rows, 1 or 2, that a thread loads at once. kBlocks: blocks on a multiprocessor. kSummed:
+// sums over rows may be asked for. kFormats: the FP8 formats it has kernels for.
+enum class Formats {
+  kBoth,    // one for each
+  kE4M3,    // that alone, as of a forward pass, of which hardly anybody's is in E5M2; AnyDtype has the other
+  kEither,  // one for both, which looks each time; AnyDtype's always
+};
+
 constexpr int kTileSide = 128;
 constexpr int kTileThreads = 256;
 
@@ -225,7 +231,7 @@ struct TilePlace {
 // From the last tile to the first, see cuda.cuh.
 template <typename Producer, Stored kStored>
 __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(const Producer in, const Result out) {
-  constexpr int kOutputs = Producer::kOutputs, kAhead = Producer::kAhead;
+  constexpr int kOutputs = Producer::kOutputs, kAtOnce = Producer::kAtOnce;
   constexpr bool kSummed = Producer::kSummed;
   constexpr bool kWhole = !std::is_same_v<typename Producer::Type, AnyDtype>;
   constexpr bool kFp8 = kStored != Stored::kFloat;
@@ -250,13 +256,13 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
   // ---- repeat it, which changes neither what is stored nor the amax; the result may be in the place of an operand, so
   // ---- no thread reads another's rows.
 #pragma unroll 1
-  for (int first = 0; first < 2; first += kAhead) {
+  for (int first = 0; first < 2; first += kAtOnce) {
     const auto place_of = [&](int s, int i) { return min((first + s) * 64 + ty * 4 + i, rows_here - 1); };
     const auto any_of = [&](int s) { return (first + s) * 64 + ty * 4 < rows_here; };
     const auto before = [&](int s, int i) { return before_tile + before_row(place_of(s, i), cols); };
-    typename Producer::Raw raw[kAhead][4];
+    typename Producer::Raw raw[kAtOnce][4];
 #pragma unroll
-    for (int s = 0; s < kAhead; ++s) {
+    for (int s = 0; s < kAtOnce; ++s) {
       if (!any_of(s)) continue;
 #pragma unroll
       for (int i = 0; i < 4; ++i) raw[s][i] = in.load(row0 + place_of(s, i), before(s, i), col, n, vector);
@@ -266,7 +272,7 @@ __global__ void __launch_bounds__(kTileThreads, Producer::kBlocks) store_tiles(c
       scale = out.scale.get();
     }
 #pragma unroll
-    for (int s = 0; s < kAhead; ++s) {
+    for (int s = 0; s < kAtOnce; ++s) {
       if (!any_of(s)) continue;
       uint32_t bytes[kOutputs][2][4];
 #pragma unroll
@@ -352,11 +358,13 @@ ffi::Error launch_tiles(cudaStream_t stream, const Producer& in, Result out, flo
   const int64_t blocks = out.row_tiles() * ceil_div(out.cols, kTileSide);
   TE_CUDA_CHECK(prepare(stream, blocks, &out));
   void (*kernel)(Producer, Result) = store_tiles<Producer, Stored::kFloat>;
-  if constexpr (std::is_same_v<typename Producer::Type, AnyDtype>) {
+  if constexpr (std::is_same_v<typename Producer::Type, AnyDtype> || Producer::kFormats == Formats::kEither) {
     if (is_fp8(out.dtype)) kernel = store_tiles<Producer, Stored::kFp8>;
   } else {
     if (out.dtype == DType::F8E4M3FN) kernel = store_tiles<Producer, Stored::kE4M3>;
-    if (out.dtype == DType::F8E5M2) kernel = store_tiles<Producer, Stored::kE5M2>;
+    if constexpr (Producer::kFormats == Formats::kBoth) {
+      if (out.dtype == DType::F8E5M2) kernel = store_tiles<Producer, Stored::kE5M2>;
+    }
   }
   TE_CUDA_CHECK(launch({blocks, kTileThreads}, stream, kernel, in, out));
   TE_CUDA_CHECK(finish_amax(stream, out.amax));

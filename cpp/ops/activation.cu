@@ -8,8 +8,9 @@ template <typename T, bool kGated, bool kBias, typename C>
 struct Forward {
   static constexpr int operands() { return kGated ? 2 : 1; }
   static constexpr int kOutputs = 1;
-  static constexpr int kAhead = 1, kBlocks = sizeof(T) != 2 ? 2 : kGated ? 3 : 4;
+  static constexpr int kAtOnce = 1, kBlocks = sizeof(T) != 2 ? 2 : kGated ? 3 : 4;
   static constexpr bool kSummed = false;
+  static constexpr Formats kFormats = std::is_same_v<C, AnyCurve> ? Formats::kEither : Formats::kE4M3;
   static constexpr bool kBounded = std::is_same_v<T, bf16> && C::kBounded;
   using Type = T;
   using Columns = BiasColumns<kGated ? 2 : 1, kBias>;
@@ -79,7 +80,8 @@ ffi::Error ActivationFwd(cudaStream_t stream, In z, In scale, In bias, Out y, Ou
         {z.untyped_data(), z.element_type()}, added, cols, curve};
     return run(stream, in, out, nullptr, nullptr);
   };
-  return with_variant(z.element_type(), out.vector, activation, attributes, bias, launch);
+  const bool fast = out.vector && out.dtype != DType::F8E5M2;
+  return with_variant(z.element_type(), fast, activation, attributes, bias, launch);
 }
 
 }  // namespace te

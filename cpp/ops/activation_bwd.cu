@@ -7,9 +7,10 @@ namespace {
 template <typename T, bool kGated, bool kBias, typename C>
 struct Backward {
   static constexpr int operands() { return kGated ? 3 : 2; }
-  static constexpr int kOutputs = kGated ? 2 : 1, kAhead = 1;
+  static constexpr int kOutputs = kGated ? 2 : 1, kAtOnce = 1;
   static constexpr int kBlocks = (kGated ? 1 : 2) + (sizeof(T) == 2);
   static constexpr bool kSummed = true;
+  static constexpr Formats kFormats = std::is_same_v<C, AnyCurve> ? Formats::kEither : Formats::kBoth;
   static constexpr bool kBounded = std::is_same_v<T, bf16> && C::kBounded;
   using Type = T;
   using Columns = BiasColumns<kOutputs, kBias>;

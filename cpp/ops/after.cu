@@ -1,4 +1,4 @@
-// te_after on CUDA: a kernel that does nothing, as XLA captures calls as CUDA graphs, which are not of nothing.
+// te_after on CUDA: a kernel that does nothing, as XLA captures calls as CUDA graphs, and those may not be empty.
 #include "core/cuda.cuh"
 #include "ops/after.h"
 

@@ -70,7 +70,8 @@ ffi::Error Dropout(cudaStream_t stream, In x, In residual, In seed, In row, In c
   if (check.failed()) return check.error();
   const Matrix m = matrix(x, 1);
   const int64_t units = ceil_div(m.cols, 8);
-  if (m.rows * units > ~0u - kThreads) return ffi::Error::InvalidArgument("te_dropout: expected at most 2^35 values");
+  if (m.cols >= int64_t{1} << 32 || m.rows * units > ~0u - kThreads)
+    return ffi::Error::InvalidArgument("te_dropout: expected at most 2^35 values");
   return with_float(m.dtype, [&](auto t) {
     using T = decltype(t);
     const T* const past = data_or_null<T>(residual);

@@ -18,20 +18,11 @@
 
 namespace te {
 
-struct GemmAttributes {
-  int64_t k_axes;
-  bool split_accumulator;    // as it always is here
-  std::string_view k_first;  // nothing to XLA on the CPU, where all lies as its dimensions say
-  float c_scale;
-};
-
 namespace {
 
 constexpr int64_t kUnits = 256;                 // of a block of k: 32 KiB of b for a tile 32 wide
 constexpr int64_t kRows = 128, kColumns = 192;  // of a task's block of d: 96 KiB of sums
 constexpr int64_t kSerial = 1 << 19;            // multiply-adds below which waking a thread costs more
-
-int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // ---- pack -------------------------------------------------------------------------------------------
 
@@ -49,10 +40,10 @@ struct Packing {
   bool transposed;  // b: units before rows within a panel
   uint32_t* packed;
 
-  int64_t panels() const { return divide_up(x.rows, height); }
+  int64_t panels() const { return ceil_div(x.rows, height); }
   int64_t units() const {
     const int64_t step = kernel.k_per_unit * kernel.unit_step;
-    return divide_up(x.cols, step) * kernel.unit_step;
+    return ceil_div(x.cols, step) * kernel.unit_step;
   }
   int64_t panel_size() const { return height * units(); }
   uint32_t* block(int64_t panel, int64_t first_unit) const {
@@ -156,8 +147,8 @@ struct Blocks {
     for (int64_t tall = kRows / kernel.mr, wide = kColumns / kernel.nr;;) {
       rows = tall * kernel.mr;
       columns = wide * kernel.nr;
-      down = divide_up(s.m, rows);
-      across = divide_up(s.n, columns);
+      down = ceil_div(s.m, rows);
+      across = ceil_div(s.n, columns);
       if (down * across >= enough || (tall == 1 && wide == 1)) return;
       int64_t& longer = wide == 1 || (tall > 1 && rows > columns) ? tall : wide;
       longer = (longer + 1) / 2;
@@ -174,7 +165,7 @@ uint32_t multiply_block(const Packing& a, const Packing& b, const Epilogue& epil
   for (int64_t u = 0; u < a.units(); u += kUnits) {
     const int64_t units = std::min(kUnits, a.units() - u);
     for (int64_t n = 0; n < columns; n += kernel.nr) {
-      kernel.multiply(a.block(row / kernel.mr, u), a.panel_size(), divide_up(rows, kernel.mr),
+      kernel.multiply(a.block(row / kernel.mr, u), a.panel_size(), ceil_div(rows, kernel.mr),
                       b.block((column + n) / kernel.nr, u), units, sums + n, blocks.columns, /*fresh=*/u == 0);
     }
   }

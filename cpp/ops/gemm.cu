@@ -14,14 +14,6 @@
 
 namespace te {
 
-struct GemmAttributes {
-  int64_t k_axes;
-  bool split_accumulator;
-  std::string_view k_first;
-  float c_scale;
-  Buffers buffers;
-};
-
 namespace {
 
 constexpr int kThreads = 256;

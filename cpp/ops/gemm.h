@@ -20,6 +20,16 @@
 
 namespace te {
 
+struct GemmAttributes {
+  int64_t k_axes;
+  bool split_accumulator;    // as it always is on the CPU
+  std::string_view k_first;  // nothing to XLA on the CPU, where all lies as its dimensions say
+  float c_scale;
+#ifdef TE_CUDA
+  Buffers buffers;
+#endif
+};
+
 struct GemmOperands {
   const In &a, &b, &a_scale_inv, &b_scale_inv, &bias, &c, &d_scale;
 };

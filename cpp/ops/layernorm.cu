@@ -3,8 +3,8 @@
 //   s + o + t      strips of 32 rows in the registers of a cluster of blocks (norm_strips); or, where the statistics
 //                  are given, the tile kernel of tile.cuh
 //   s              the statistics alone, with the amax of y (measure_rows)
-//   2 s + o + t    what these lack: unaligned rows, rows beyond 16384 values, GPUs without clusters. The statistics
-//                  first (row_statistics), then the tile kernel
+//   2 s + o + t    what these lack: unaligned rows, rows beyond 16384 values, results in E5M2, GPUs without clusters or
+//                  with less shared memory. The statistics first (row_statistics), then the tile kernel
 // The variance is that of differences from a mean, never a difference of sums that are much larger.
 #include "ops/layernorm_strips.cuh"
 
@@ -21,8 +21,9 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
   out.vector = out.vector && aligned(a.x) && aligned(a.gamma.data) && aligned(a.beta.data);
   out.vector_t = aligned(out.y_t) && out.rows % 16 == 0;
   const auto normalize = [&] {
-    return out.vector ? launch_tiles(stream, Normalized<T>{a, {a.x, x_dtype}}, out)
-                      : launch_tiles(stream, Normalized<AnyDtype>{a, {a.x, x_dtype}}, out);
+    return out.vector && out.dtype != DType::F8E5M2
+               ? launch_tiles(stream, Normalized<T>{a, {a.x, x_dtype}}, out)
+               : launch_tiles(stream, Normalized<AnyDtype>{a, {a.x, x_dtype}}, out);
   };
   if (a.known) return normalize();
   if (!out.y && !out.y_t && out.vector && measurable(out)) {
@@ -32,9 +33,12 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
   }
   const bool strips = out.vector && out.rows < kMostRows && current_device().architecture >= 90;
   if (const auto launch_them = strips ? strips_of<T>(out) : nullptr) {
-    TE_CUDA_CHECK(launch_them(stream, a, out));
-    TE_CUDA_CHECK(finish_amax(stream, out.amax));
-    return ffi::Error::Success();
+    const cudaError_t error = launch_them(stream, a, out);
+    if (error != cudaErrorLaunchOutOfResources) {
+      TE_CUDA_CHECK(error);
+      TE_CUDA_CHECK(finish_amax(stream, out.amax));
+      return ffi::Error::Success();
+    }
   }
   TE_CUDA_CHECK(launch({out.rows, kRowThreads}, stream, row_statistics<T>, a, out));
   return normalize();

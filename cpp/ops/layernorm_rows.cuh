@@ -72,9 +72,10 @@ __device__ __forceinline__ float normalized(float x, float factor, float shift, 
 
 template <typename T>
 struct Normalized {
-  static constexpr int kOutputs = 1, kAhead = 1;
+  static constexpr int kOutputs = 1, kAtOnce = 1;
   static constexpr int kBlocks = std::is_same_v<T, bf16> || std::is_same_v<T, f16> ? 4 : 2;
   static constexpr bool kSummed = false;
+  static constexpr Formats kFormats = Formats::kE4M3;
   using Type = T;
   struct Columns {
     float gamma[8];

@@ -20,6 +20,7 @@ namespace te {
 constexpr int kStripThreads = 256;
 constexpr int kStripRows = 32;  // 4 a warp
 constexpr int kLargestCluster = 16;
+constexpr int kStripStatic = 1 << 10;  // bytes of shared memory beside a Strip, at most
 
 // A thread holds kSteps times 4 rows x 8 columns.
 template <typename T, int kSteps>
@@ -84,13 +85,13 @@ __device__ __forceinline__ float sum_rows(const float (&v)[4]) {
 // How often clusters took a strip. All 0 between kernels: the last to take one, or none that is left, sees to it.
 static __device__ int strips_taken[kTallies];
 
-// `order` is an entry of strips_taken for this kernel alone; negative: strips are given out beforehand.
+// `counter` is an entry of strips_taken for this kernel alone; negative: strips are given out beforehand.
 template <typename T, int kSteps, Stored kStored>
 __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
-    norm_strips(const Norm a, const Result out, int cluster, int order) {
+    norm_strips(const Norm a, const Result out, int cluster, int counter) {
 #ifdef TE_CLUSTERS
   using S = Strip<T, kSteps>;
-  constexpr bool kAhead = kSteps > 2, kByTensorCores = kAhead && sizeof(T) == 2;
+  constexpr bool kExchangesEarly = kSteps > 2, kByTensorCores = kExchangesEarly && sizeof(T) == 2;
   constexpr bool kThroughL1 = kSteps == 2 || kStored == Stored::kFloat;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   S& shared = *reinterpret_cast<S*>(shared_memory);
@@ -211,7 +212,8 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   int taken = 0;
   const auto take = [&](int turn) {
     if (rank != 0 || threadIdx.x != 0) return;
-    taken = order < 0 ? turn * clusters + static_cast<int>(blockIdx.x) / cluster : atomicAdd(&strips_taken[order], 1);
+    taken =
+        counter < 0 ? turn * clusters + static_cast<int>(blockIdx.x) / cluster : atomicAdd(&strips_taken[counter], 1);
   };
   // To all blocks of the cluster. One that is a strip ahead writes to the other half of `parts`; none is two ahead.
   const auto parts_of = [&](int turn) -> float2(&)[kLargestCluster] {
@@ -226,28 +228,28 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       return;
     }
     uint64_t* const arrived = &shared.arrived[turn % 2];
-    if (threadIdx.x == 0) expect_bytes(arrived, (cluster * kStripRows + kAhead) * sizeof(float2));
+    if (threadIdx.x == 0) expect_bytes(arrived, (cluster * kStripRows + kExchangesEarly) * sizeof(float2));
 #pragma unroll
     for (int h = 0; h < kLargestCluster / 8; ++h) {
       const int block = lane % 8 + h * 8;
       if (block < cluster) send(&parts[rank], arrived, block, mine);
     }
-    if (!kAhead || rank != 0 || warp != 0) return;
+    if (!kExchangesEarly || rank != 0 || warp != 0) return;
     const int before = __shfl_sync(0xffffffffu, taken, 0), row = (strips - 1 - 2 * clusters - before) * kStripRows;
-    if (lane == 0 && order >= 0 && before == strips - 1) atomicExch(&strips_taken[order], 0);
+    if (lane == 0 && counter >= 0 && before == strips - 1) atomicExch(&strips_taken[counter], 0);
     if (lane < cluster) send(&shared.after_next[turn % 2], arrived, lane, {__int_as_float(row), 0.f});
   };
 
   int turn = 0;
   wait_for_strip();
-  if constexpr (kAhead) {
+  if constexpr (kExchangesEarly) {
     take(turn);
     send_measured(turn, fetched);
   }
   for (int row0 = first, row1 = first - stride, row2; row0 >= 0; row0 = row1, row1 = row2, ++turn) {
     // ---- Take this strip, ask for the next
-    if (kAhead && row1 >= 0) take(turn + 1);  // behind the copies it would come back after them
-    if constexpr (!kAhead) wait_for_strip();
+    if (kExchangesEarly && row1 >= 0) take(turn + 1);  // behind the copies it would come back after them
+    if constexpr (!kExchangesEarly) wait_for_strip();
     Vec8<T> raw[kSteps][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -258,10 +260,10 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
     row2 = row1 - stride;
 
     // ---- Its statistics
-    if constexpr (!kAhead) send_measured(turn, [&](int step, int i) { return raw[step][i]; });
+    if constexpr (!kExchangesEarly) send_measured(turn, [&](int step, int i) { return raw[step][i]; });
     if (cluster > 1) {
       wait_for_bytes(&shared.arrived[turn % 2], turn / 2 % 2);
-      if (kAhead) row2 = __float_as_int(shared.after_next[turn % 2].x);
+      if (kExchangesEarly) row2 = __float_as_int(shared.after_next[turn % 2].x);
     }
     const float2(&parts)[kLargestCluster] = parts_of(turn);
     float2 part[kLargestCluster / 8];
@@ -295,10 +297,10 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
 
     // ---- y, and the strip's bytes for y_t, once all have stored the last strip's. If not ahead, all had before they
     // sent.
-    if (kStored != Stored::kFloat && out.y_t && (kAhead || cluster == 1)) __syncthreads();
+    if (kStored != Stored::kFloat && out.y_t && (kExchangesEarly || cluster == 1)) __syncthreads();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (kAhead && step == kSteps / 2 && row1 >= 0) {
+      if (kExchangesEarly && step == kSteps / 2 && row1 >= 0) {
         wait_for_strip();
         send_measured(turn + 1, fetched);
       }
@@ -340,36 +342,38 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
 
 // ---- Launching
 
+// cudaErrorLaunchOutOfResources where the device has no room for such a cluster.
 template <typename T, int kSteps, Stored kStored>
 cudaError_t launch_strips_as(cudaStream_t stream, const Norm& a, const Result& out) {
   using S = Strip<T, kSteps>;
   const auto kernel = norm_strips<T, kSteps, kStored>;
   const int cluster = static_cast<int>(ceil_div(out.cols, S::kCols));
   const int shared_memory = sizeof(S) - (out.y_t ? 0 : sizeof(S::transposed));
+  if (shared_memory + kStripStatic > current_device().block_shared_memory) return cudaErrorLaunchOutOfResources;
   Launch l{cluster, kStripThreads, shared_memory, cluster};
-  // Of the first device; others of the process are its equals.
-  static std::atomic<int> all_known[2][kLargestCluster + 1];
-  std::atomic<int>& known = all_known[out.y_t != nullptr][cluster];
-  int at_once = known;
-  if (at_once == 0) {
+  static std::atomic<int> all_known[kDevices][2][kLargestCluster + 1];  // one more than run at once, 0: not known
+  std::atomic<int>& known = all_known[current_device().id][out.y_t != nullptr][cluster];
+  if (known == 0) {
+    int at_once = 0;
     if (const cudaError_t error = resident_clusters(l, kernel, &at_once); error != cudaSuccess) return error;
-    if (at_once == 0) return cudaErrorLaunchOutOfResources;
-    known = at_once;
+    known = at_once + 1;
   }
-  l.blocks *= std::min<int64_t>(at_once, ceil_div(out.rows, kStripRows));
+  if (known == 1) return cudaErrorLaunchOutOfResources;
+  l.blocks *= std::min<int64_t>(known - 1, ceil_div(out.rows, kStripRows));
   return launch(l, stream, kernel, a, out, cluster, kSteps > 2 && cluster > 1 ? tally_of(a.rstd) : -1);
 }
 template <typename T, int kSteps>
 cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out) {
   if (out.dtype == DType::F8E4M3FN) return launch_strips_as<T, kSteps, Stored::kE4M3>(stream, a, out);
-  if (out.dtype == DType::F8E5M2) return launch_strips_as<T, kSteps, Stored::kE5M2>(stream, a, out);
   return launch_strips_as<T, kSteps, Stored::kFloat>(stream, a, out);
 }
 
-// The launch of strips for rows as these, null where there is none. With 2 steps more blocks share a multiprocessor, so
-// that one loads while another computes; with 4 fewer make a cluster, and none waits for the others' statistics.
+// The launch of strips for rows as these, null where there is none: so for E5M2, in which hardly anybody's forward pass
+// is. With 2 steps more blocks share a multiprocessor, so that one loads while another computes; with 4 fewer make a
+// cluster, and none waits for the others' statistics.
 template <typename T>
 auto strips_of(const Result& out) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
+  if (out.dtype == DType::F8E5M2) return nullptr;
   constexpr int64_t kNarrow = Strip<T, 2>::kCols;
   constexpr bool kAlone = Strip<T, 4>::kBlocks == 1;  // 4 steps leave no room for a second block
   const bool filled = out.cols < kNarrow || out.cols % kNarrow == 0 || kAlone;

@@ -12,8 +12,9 @@ namespace {
 
 template <typename T>
 struct Cast {
-  static constexpr int kOutputs = 1, kAhead = 2, kBlocks = sizeof(T) == 2 ? 4 : 2;
+  static constexpr int kOutputs = 1, kAtOnce = 2, kBlocks = sizeof(T) == 2 ? 4 : 2;
   static constexpr bool kSummed = true;
+  static constexpr Formats kFormats = Formats::kBoth;
   using Type = T;
   using Raw = typename Operand<T>::Raw;
   struct Columns {};
@@ -29,8 +30,9 @@ struct Cast {
 // The same of matrices side by side, `part_cols` columns each; groups of 8 columns are of one part.
 template <typename T>
 struct StackedCast {
-  static constexpr int kOutputs = 1, kAhead = 2, kBlocks = sizeof(T) == 2 ? 4 : 2;
+  static constexpr int kOutputs = 1, kAtOnce = 2, kBlocks = sizeof(T) == 2 ? 4 : 2;
   static constexpr bool kSummed = true;
+  static constexpr Formats kFormats = Formats::kBoth;
   using Type = T;
   using Raw = typename Operand<T>::Raw;
   struct Columns {};

@@ -20,8 +20,8 @@ __device__ __forceinline__ float largest_of_block(float value) {
 }
 
 __global__ void __launch_bounds__(kThreads) update_states(const States all) {
-  const int64_t gemm = blockIdx.x, length = all.length;
-  const int tensor = blockIdx.y;
+  const int64_t gemm = blockIdx.x / all.tensors, length = all.length;
+  const int tensor = static_cast<int>(blockIdx.x % all.tensors);
   const float* const state = all.state + all.row(gemm, tensor);
   float* const next = all.next + all.row(gemm, tensor);
   const float* const reports = all.reports[tensor] + gemm * all.bins;
@@ -55,8 +55,7 @@ ffi::Error UpdateState(cudaStream_t stream, In states, In r0, In r1, In r2, Out 
   const Check check = check_states(s, states, {&r0, &r1, &r2}, next, a);
   if (check.failed()) return check.error();
   if (s.gemms == 0) return ffi::Error::Success();
-  update_states<<<dim3(static_cast<unsigned>(s.gemms), s.tensors), kThreads, 0, stream>>>(s);
-  TE_CUDA_CHECK(cudaGetLastError());
+  TE_CUDA_CHECK(launch({s.gemms * s.tensors, kThreads}, stream, update_states, s));
   return ffi::Error::Success();
 }
 

@@ -1,13 +1,9 @@
 // te_transpose: x[rows, cols] -> y[cols, rows], both of the same FP8 dtype. 2 bytes a value, a tile a block.
 #include "core/check.h"
 #include "core/tile.cuh"
+#include "ops/transpose.h"
 
 namespace te {
-
-struct TransposeAttributes {
-  int64_t k_axes;  // how many of x's last axes are the columns
-};
-
 namespace {
 
 constexpr int kTransposeBlocks = 6;  // on a multiprocessor
