@@ -74,7 +74,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         module = MODULES.get(name, profile)
         command = commands.add_parser(name, help=module.__doc__.splitlines()[0], description=module.__doc__)
         add = command.add_argument
-        add("--json", type=pathlib.Path, metavar="FILE", help="write the rows to this file too")
+        if name != "profile":
+            add("--json", type=pathlib.Path, metavar="FILE", help="write the rows to this file too")
         if name == "accumulation":
             add("--lengths", type=int, nargs="+", default=list(accumulation.LENGTHS), help="of the sums")
             add("--size", type=int, default=accumulation.SIZE, help="rows and columns of the result")
@@ -94,7 +95,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             train.add_arguments(command)
         elif name == "memory":
             add("--layers", type=int, default=0, help="of a training step (default: the gradients of one layer alone)")
-        else:
+        elif name != "profile":
             add("--rounds", type=int, default=12, help="in each of which every contender runs")
             add("--calls", type=int, default=5, help="of each contender in a round")
             add("--turn", type=float, default=TURN, metavar="SECONDS", help="that it runs in a round at least")

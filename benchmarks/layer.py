@@ -77,7 +77,7 @@ def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY
         steps.clear()  # their memory goes to what the floor measures
         precisions = {name not in IN_BF16 for name in timings}
         floors = {fp8: machine.floors(shape, fp8) if machine else {} for fp8 in precisions}
-        first = next((timings[name].median for name in against if name in timings), None)
+        baseline = timings.get(against[0])
         for name in against:
             row = {"config": config, "contender": name}
             if name in failed:
@@ -85,7 +85,8 @@ def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY
                 continue
             ms, spread = timings[name]
             trace_s, compile_s, temp_gib = compiled[name]
-            row |= {"ms": ms, "spread": spread, "speedup": first / ms, "tflop_per_s": shape.flop / ms / 1e9}
+            row |= {"ms": ms, "spread": spread, "tflop_per_s": shape.flop / ms / 1e9}
+            row |= {"speedup": baseline.median / ms} if baseline else {}
             row |= {"trace_s": trace_s, "compile_s": compile_s, "temp_gib": temp_gib}
             for kind, least in floors[name not in IN_BF16].items():
                 row |= {f"{kind}_ms": least.ms, f"of_{kind}": ms / least.ms, kind: least._asdict()}
@@ -99,7 +100,8 @@ def line(row: dict) -> str:
     floor = f"  {row['of_floor']:.2f} x floor {row['floor_ms']:.3f} ms" if "floor" in row else ""
     if "sustained_floor" in row:
         floor += f", {row['of_sustained_floor']:.2f} x sustained {row['sustained_floor_ms']:.3f} ms"
+    speedup = f"  x{row['speedup']:.2f}" if "speedup" in row else ""
     return (
-        f"{what} {row['ms']:8.3f} ms  x{row['speedup']:.2f}  +-{row['spread']:.1%}  {row['tflop_per_s']:6.1f} TFLOP/s"
+        f"{what} {row['ms']:8.3f} ms{speedup}  +-{row['spread']:.1%}  {row['tflop_per_s']:6.1f} TFLOP/s"
         f"{floor}  trace {row['trace_s']:.1f} s  compile {row['compile_s']:.1f} s  temp {row['temp_gib']:.2f} GiB"
     )

@@ -15,12 +15,13 @@ BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- end --
 
 # The columns of each benchmark's table: title -> a row's text.
 Columns = dict[str, Callable[[dict], str]]
+SPEEDUP: Columns = {"speed-up": lambda r: f"{r['speedup']:.2f}" if "speedup" in r else ""}  # none without the first
 LAYER: Columns = {
     "config": lambda r: r["config"],
     "layer": lambda r: r["contender"],
     "ms": lambda r: f"{r['ms']:.3g}",
     "spread": lambda r: f"{r['spread']:.0%}",
-    "speed-up": lambda r: f"{r['speedup']:.2f}",
+    **SPEEDUP,
     "of the floor": lambda r: f"{r['of_floor']:.2f}" if "of_floor" in r else "",
     "of the sustained floor": lambda r: f"{r['of_sustained_floor']:.2f}" if "of_sustained_floor" in r else "",
     "compile s": lambda r: f"{r['compile_s']:.1f}",
@@ -57,7 +58,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
             "FP8 ms": lambda r: f"{r['fp8_ms']:.3g}",
             "bf16 ms": lambda r: f"{r['bf16_ms']:.3g}",
-            "speed-up": lambda r: f"{r['speedup']:.2f}",
+            **SPEEDUP,
         },
     ),
     "attention": (
@@ -87,7 +88,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "layer": lambda r: r["contender"],
             "ms": lambda r: f"{r['ms']:.3g}",
             "spread": lambda r: f"{r['spread']:.0%}",
-            "speed-up": lambda r: f"{r['speedup']:.2f}",
+            **SPEEDUP,
             "compile s": lambda r: f"{r['compile_s']:.1f}",
             "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
         },
@@ -100,7 +101,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
             "tokens/s": lambda r: f"{r['tokens_per_s']:.0f}",
             "TFLOP/s": lambda r: f"{r['tflop_per_s']:.0f}",
             "final loss": lambda r: f"{r['final_loss']:.4f}",
-            "difference": lambda r: f"{r['difference']:+.2%}",
+            "difference": lambda r: f"{r['difference']:+.2%}" if "difference" in r else "",
         },
     ),
     "sharded": (
@@ -172,7 +173,9 @@ def at_a_glance(documents: list[dict]) -> str:
     def cell(row: dict | None) -> str:
         if row is None:
             return ""
-        return f"{row['ms']:.3g} ms" + (f", x{row['speedup']:.2f}" if row["contender"] != "flax" else "")
+        return f"{row['ms']:.3g} ms" + (
+            f", x{row['speedup']:.2f}" if row["contender"] != "flax" and "speedup" in row else ""
+        )
 
     def temporaries(rows: dict[str, dict]) -> str:
         of = [rows.get(contender, {}).get("temp_gib") for contender in ("flax", "te-bf16", "te-delayed")]

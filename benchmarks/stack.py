@@ -109,14 +109,14 @@ def run(configs: list[str], against: list[str], kinds: list[str], layers: int = 
             }
             steps, failed = without_failures(makers, peer=lambda name: not name.startswith("te-"))
             timings = interleaved(steps, **timing)
-            first = next((timings[name].median for name in against if name in timings), None)
+            baseline = timings.get(against[0])
             for name in against:
                 row = {"config": config, "contender": name, "layers": layers, "kind": kind}
                 if name in failed:
                     yield row | {"skipped": failed[name]}
                     continue
                 ms, spread = timings[name]
-                row |= {"ms": ms, "spread": spread, "speedup": first / ms}
+                row |= {"ms": ms, "spread": spread} | ({"speedup": baseline.median / ms} if baseline else {})
                 yield row | {"compile_s": steps[name].compile_s, "temp_gib": steps[name].temp_gib}
 
 
@@ -124,7 +124,8 @@ def line(row: dict) -> str:
     what = f"{row['config']:>6} {row['layers']} {row['kind']:<19} {row['contender']:<14}"
     if "skipped" in row:
         return f"{what} skipped: {row['skipped']}"
+    speedup = f"  x{row['speedup']:.2f}" if "speedup" in row else ""
     return (
-        f"{what} {row['ms']:8.3f} ms  x{row['speedup']:.2f}  +-{row['spread']:.1%}  "
+        f"{what} {row['ms']:8.3f} ms{speedup}  +-{row['spread']:.1%}  "
         f"trace and compile {row['compile_s']:.1f} s  temp {row['temp_gib']:.2f} GiB"
     )

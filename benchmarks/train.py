@@ -132,7 +132,7 @@ def run(config: str, against: list[str], options: Options) -> Iterator[dict]:
     shape = shape._replace(batch=options.batch or shape.batch, seq=options.seq or shape.seq)
     data = load(options.data, shape.seq)
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        first = None
+        baseline = None
         for name in against:
             row = {"config": config, "layers": options.layers, "batch": shape.batch, "seq": shape.seq}
             row |= {"steps": options.steps, "seed": seed, "contender": name}
@@ -142,7 +142,7 @@ def run(config: str, against: list[str], options: Options) -> Iterator[dict]:
                 yield row | {"skipped": str(error)}
                 continue
             final = statistics.fmean(losses[-LAST:])
-            first = final if first is None else first
+            baseline = final if name == against[0] else baseline
             ms, spread = Timing.of(times)
             yield row | {
                 "ms": ms,
@@ -151,7 +151,7 @@ def run(config: str, against: list[str], options: Options) -> Iterator[dict]:
                 "tflop_per_s": flop(shape, options.layers) / ms / 1e9,
                 "compile_s": compile_s,
                 "final_loss": final,
-                "difference": final / first - 1,
+                **({"difference": final / baseline - 1} if baseline else {}),
                 "unigram_entropy": data.unigram_entropy,
                 "losses": [float(x) for x in np.float32(losses)],
             }
@@ -161,8 +161,9 @@ def line(row: dict) -> str:
     what = f"{row['config']:>6} seed {row['seed']} {row['contender']:<12}"
     if "skipped" in row:
         return f"{what} skipped: {row['skipped']}"
+    difference = f" ({row['difference']:+.2%})" if "difference" in row else ""
     return (
         f"{what} {row['ms']:8.1f} ms a step  +-{row['spread']:.1%}  {row['tokens_per_s']:9.0f} tokens/s  "
-        f"{row['tflop_per_s']:6.1f} TFLOP/s  loss {row['losses'][0]:.3f} -> {row['final_loss']:.4f} "
-        f"({row['difference']:+.2%})  compile {row['compile_s']:.0f} s"
+        f"{row['tflop_per_s']:6.1f} TFLOP/s  loss {row['losses'][0]:.3f} -> {row['final_loss']:.4f}"
+        f"{difference}  compile {row['compile_s']:.0f} s"
     )

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -314,3 +315,12 @@ def test_results_become_tables(tmp_path, monkeypatch):
     assert "| gpt | te-delayed | 18.4 | 2% | 1.70 |  |  | 3.0 | 1.50 |" in full and "Not run here: nvidia-bf16." in full
     assert "MLP 16384, 32 heads | 31.4 ms |  |  |  | 18.1 ms, x1.75 |  | 1.50, , 1.50 GiB |" in glance
     assert layer.line(ran | {"tflop_per_s": 1.0, "trace_s": 1.0})
+
+
+def test_without_its_first_contender_nothing_is_compared(monkeypatch):
+    ours = {"te-bf16": types.SimpleNamespace(trace_s=1.0, compile_s=1.0, temp_gib=1.0)}
+    monkeypatch.setattr(layer, "interleaved", lambda steps, **_: {"te-bf16": timing.Timing(2.0, 0.1)})
+    monkeypatch.setattr(layer, "without_failures", lambda makers, peer: (ours, {"nvidia": "absent"}))
+    skipped, row = layer.run(["small"], ["nvidia", "te-bf16"], floor=False)
+    assert skipped["skipped"] == "absent" and "speedup" not in row
+    assert " x" not in layer.line(row)
