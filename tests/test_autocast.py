@@ -142,3 +142,20 @@ def test_update_collections():
     assert merged == {"params": {"a": 1}, "state": {"x": {"s": 5}, "y": 2}} and original["state"]["x"]["s"] == 1
     with pytest.raises(TypeError, match="new: expected a mapping"):
         te.update_collections(None, original)
+
+
+def test_what_a_nested_context_leaves_open_stays_as_it_is():
+    resource = te.MeshResource(dp_resource="data")
+    with te.autocast(True, mesh_resource=resource, amax_axes=("data",)):
+        with te.autocast(True, recipe.Float8CurrentScaling()):
+            assert current().amax_axes == ("data",) and current().mesh_resource == resource
+        with te.autocast(True, amax_axes=()):
+            assert current().amax_axes == ()
+
+
+def test_a_recipe_of_its_own_leaves_calibration_on():
+    dense = lambda: te.dense(X, jnp.ones((32, 48)), quantizers=te.gemm_quantizers(None, recipe.Float8CurrentScaling()))
+    kernels = lambda: {row.name for row in te.explain(dense).rows}
+    assert "gemm" in kernels()
+    with te.autocast(False, calibrating=True):
+        assert "gemm" not in kernels() and "dot_general" in kernels()

@@ -76,3 +76,60 @@ def test_all_that_is_promised_is_there():
     names += " quantize dequantize fp8_dot_general dot_general einsum gemm_quantizers GemmState QuantizerState policies"
     assert all(hasattr(te, name) and name in te.__all__ for name in names.split())
     assert te.__all__ == sorted(te.__all__)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: te.quantize(jnp.arange(3), 1.0, dtype=jnp.float8_e4m3fn), "quantize: x: .* got int32"),
+        (lambda: te.quantize(X, 1.0, dtype=jnp.int8), "quantize: dtype: .* float8_e5m2, got int8"),
+        (lambda: te.quantize(X, jnp.ones(3), dtype=jnp.float8_e5m2), r"quantize: scale: expected f32\[\], got .*\[3\]"),
+        (lambda: te.quantize(X, 1.0, dtype=jnp.float8_e5m2, k_axes=4), "quantize: k_axes: expected 0 to 3, .* got 4"),
+        (lambda: te.dequantize(X, 1.0, dtype=jnp.float32), "dequantize: q: .* got float32"),
+        (lambda: te.dequantize(X.astype(jnp.float8_e5m2), 1.0, dtype=jnp.int32), "dequantize: dtype: .* got int32"),
+    ],
+)
+def test_mistakes_in_casts(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_casts_have_no_gradient_and_say_so():
+    cast = lambda x: te.quantize(x, 1.0, dtype=jnp.float8_e4m3fn).q.astype(jnp.float32).sum()
+    with pytest.raises(NotImplementedError, match="a kernel of transformer_engine_jax has no derivative of its own"):
+        jax.grad(cast)(X)
+
+
+KERNEL = jnp.ones((X.shape[-1], 48))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda q: te.dense(X, KERNEL, quantizers=te.GemmState.create(DELAYED)), TypeError, "quantizers: .* GemmState"),
+        (lambda q: te.dense(X, KERNEL, k_axes=-1), ValueError, "k_axes: expected .*1 or more, got -1"),
+        (lambda q: te.layernorm_mlp(X, KERNEL[:, 0], None, KERNEL), ValueError, "kernels: expected two"),
+        (lambda q: te.layernorm_mlp(X, None, None, (KERNEL, KERNEL), quantizers=q), ValueError, "quantizers: expected"),
+        (
+            lambda q: te.layernorm_dense(X, KERNEL[:, 0], None, KERNEL, norm_options=None),
+            TypeError,
+            "norm_options: expected a Norm, got None; dense has no norm",
+        ),
+        (
+            lambda q: te.dot_general(X, te.Accumulating(KERNEL, KERNEL), (((2,), (0,)), ((), ()))),
+            TypeError,
+            "dot_general: expected an array, got Accumulating",
+        ),
+    ],
+)
+def test_mistakes_in_products(call, error, message):
+    with pytest.raises(error, match=message):
+        call(te.gemm_quantizers(None, CURRENT))
+
+
+def test_f64_where_kernels_compute():
+    with jax.enable_x64(True):
+        x, kernel = X.astype(jnp.float64), KERNEL.astype(jnp.float64)
+        assert te.dense(x, kernel).dtype == jnp.float64
+        with pytest.raises(ValueError, match="dense: kernel: expected f32, f16 or bf16, got float64"):
+            te.dense(X, kernel, quantizers=te.gemm_quantizers(None, CURRENT))

@@ -62,6 +62,8 @@ def test_fp8_attention_is_off_by_default_and_needs_e4m3(make):
 def test_fp8_mha_points_to_fp8_dpa():
     with pytest.raises(ValueError, match="fp8_mha: expected False .*fp8_dpa=True"):
         DelayedScaling(fp8_mha=True)
+    with pytest.raises(ValueError, match="fp8_mha: expected False .*fp8_dpa=True"):
+        Float8CurrentScaling(fp8_mha=True)
 
 
 def test_an_unknown_field_raises():

@@ -17,6 +17,7 @@ from transformer_engine_jax.ops.attention import (
     inverse_reorder_causal_load_balancing,
     reorder_causal_load_balancing,
 )
+from transformer_engine_jax.ops.casts import Quantized, dequantize, quantize
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.dot_general import dot_general, einsum, fp8_dot_general
 from transformer_engine_jax.ops.fused_attn import fused_attn
@@ -24,7 +25,6 @@ from transformer_engine_jax.ops.layernorm import layernorm, rmsnorm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.main_grad import Accumulating
-from transformer_engine_jax.ops.quantize import dequantize, quantize
 from transformer_engine_jax.ops.softmax import softmax
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerState
 from transformer_engine_jax.quantizers import attention_quantizers, gemm_quantizers
@@ -37,6 +37,7 @@ __all__ = [
     "ContextParallel",
     "GemmState",
     "MeshResource",
+    "Quantized",
     "QuantizerState",
     "SequenceDescriptor",
     "activation",

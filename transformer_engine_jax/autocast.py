@@ -71,7 +71,8 @@ def autocast(
       recipe: how scales follow the data; None means DelayedScaling().
       mesh_resource: names of mesh axes; None keeps what an enclosing context said.
       calibrating: compute in high precision but record amaxes and scales as if in FP8.
-      amax_axes: inside a manual shard_map, the mesh axes over which amax is reduced.
+      amax_axes: inside a manual shard_map, the mesh axes over which amax is reduced; None keeps what an enclosing
+        context said, () reduces over none.
 
     Raises:
       TypeError, ValueError: for a recipe, mesh_resource or amax_axes of another kind.
@@ -80,7 +81,10 @@ def autocast(
         raise TypeError(f"autocast: recipe: expected an instance of a recipe such as DelayedScaling(), got {recipe!r}")
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
         raise TypeError(f"autocast: mesh_resource: expected a MeshResource, got {mesh_resource!r}")
-    axes = (amax_axes,) if isinstance(amax_axes, str) else tuple(amax_axes or ())
+    if amax_axes is None:
+        axes = current().amax_axes
+    else:
+        axes = (amax_axes,) if isinstance(amax_axes, str) else tuple(amax_axes)
     if not all(isinstance(a, str) for a in axes):
         raise TypeError(f"autocast: amax_axes: expected mesh axis names, got {amax_axes!r}")
     on = bool(enabled) or bool(calibrating)

@@ -162,7 +162,7 @@ def _output(forward: Callable, static, args: tuple) -> Any:
 
 
 def all_at_once(*values):
-    """The values, none of which is used before all are there.
+    """The values behind a barrier: XLA uses none of them before all have been computed.
 
     On one device XLA computes first what leads on to the inputs' gradients, and last of all the gradients of weights
     (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices that
@@ -176,12 +176,13 @@ def all_at_once(*values):
 
 
 def computed_once(values: Any, given: Any = (), of: str | None = None) -> Any:
-    """The values, which a scan's body may use and the scan stack for its backward pass; not so where they are given.
+    """The values, which XLA computes once even where a scan's body uses them and the scan stacks them too.
 
-    A kernel whose result is only stacked writes it in its place. Where the result is used as well, XLA runs the kernel
-    twice (as of jaxlib 0.11.2), for its place and for the use; behind a barrier it runs once, and a copy follows.
+    A kernel whose result is only stacked writes it into the stack. Where the result is used as well, XLA would run the
+    kernel twice (as of jaxlib 0.11.2), for the stack and for the use; behind a barrier it runs once, and is copied.
 
-    of: what they are to checkpoint policies, which must save them behind the barrier: a "product", or "quantized".
+    given: arrays that nothing here computes; they pass as they are.
+    of: what the values are to checkpoint policies, which must save them behind the barrier: a "product" or "quantized".
     """
     if _scan() not in ("body", "forward"):
         return values
@@ -201,8 +202,10 @@ _LOOPS = inspect.unwrap(jax.lax.scan).__code__.co_filename
 def _scan() -> str | None:
     """Of a scan whose body JAX traces, the "forward" or "backward" pass, or "body" where it is not differentiated.
 
-    Only its functions on the stack tell. Where gradients are taken inside of a body, as over microbatches, that is a
-    "body" in both passes.
+    Only its functions on Python's stack tell. Where gradients are taken inside of a body, as over microbatches, that is
+    a "body" in both passes. JAX's caches do not see it: a function that is jitted by itself, and called both in a scan
+    and outside, has the barriers of the call that was traced first. Its results are the same; only time and memory
+    differ.
     """
     found = None
     frame = sys._getframe()

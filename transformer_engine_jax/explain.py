@@ -20,7 +20,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
 
-from transformer_engine_jax.decisions import is_decision
+from transformer_engine_jax.decisions import is_decision, platform
 from transformer_engine_jax.handlers import HANDLERS, gemm_algorithm
 from transformer_engine_jax.primitive import kernel_p
 
@@ -136,7 +136,7 @@ def _reason(row: Row) -> str:
 
 
 def _short(dtype: np.dtype) -> str:
-    """bf16 of bfloat16, e4m3 of float8_e4m3fn, s32 of int32."""
+    """bf16 of bfloat16, e4m3 of float8_e4m3fn, i32 of int32."""
     name = re.sub(r"^float8_(e\dm\d).*", r"\1", np.dtype(dtype).name)
     return re.sub(r"^(b?f|u?i)(?:loat|nt)(\d+)$", r"\1\2", name)
 
@@ -393,7 +393,6 @@ def explain(fn: Callable, *args, compile: bool = False, **kwargs) -> Explanation
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
     jaxpr = traced.jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    platform = jax.default_backend()
-    start = _Place(platform, 1, "", source_info_util.new_name_stack())
+    start = _Place(platform(), 1, "", source_info_util.new_name_stack())
     program = _compiled(traced.lower().compile()) if compile else None
-    return Explanation(platform, tuple(_walk(live, start)), program)
+    return Explanation(start.platform, tuple(_walk(live, start)), program)

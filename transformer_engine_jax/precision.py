@@ -16,11 +16,12 @@ import numpy as np
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.decisions import decided, platform
+from transformer_engine_jax.ops.dot_general import checked_numbers
 from transformer_engine_jax.ops.gemm import FP8_MULTIPLE
 
 
 class Product(NamedTuple):
-    """Sizes of x[m, k] kernel[k, n], over all devices."""
+    """Sizes of x[m, k] kernel[k, n]: of whole arrays, or of shards inside a manual shard_map."""
 
     m: int
     k: int
@@ -30,6 +31,14 @@ class Product(NamedTuple):
     def of(cls, x, k_axes: int, features: Sequence[int]) -> Product:
         """Of x, whose last k_axes axes are contracted, with a kernel of these output axes."""
         return cls(math.prod(x.shape[: x.ndim - k_axes]), math.prod(x.shape[x.ndim - k_axes :]), math.prod(features))
+
+
+def dot_general_product(x, kernel, dimension_numbers) -> Product:
+    """That of a dot_general: one of its batch."""
+    numbers = checked_numbers(x, kernel, dimension_numbers)
+    x_k = numbers[0][0]
+    free = [[n for i, n in enumerate(a.shape) if i not in (*k, *b)] for a, k, b in zip((x, kernel), *numbers)]
+    return Product(math.prod(free[0]), math.prod(x.shape[i] for i in x_k), math.prod(free[1]))
 
 
 def mlp_products(x, activations: int, size: int) -> tuple[list[Product], list[Product]]:
@@ -71,7 +80,8 @@ def in_fp8(*groups: Sequence[Product]) -> tuple[bool, contextlib.AbstractContext
         return fp8, decided("precision", "fp8" if fp8 else "high", "as the recipe's fp8_gemms says")
     if not all(isinstance(size, int | np.integer) for group in groups for product in group for size in product):
         return True, decided("precision", "fp8", "sizes are known at run time only")
-    devices = jax.sharding.get_abstract_mesh().size or 1
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)  # sizes: of a shard
     saved = sum(gain(group, devices) for group in groups) * 1e6
     why = f"FP8 saves about {saved:.0f} us a step" if saved >= 0 else f"FP8 would cost about {-saved:.0f} us a step"
     return saved >= 0, decided("precision", "fp8" if saved >= 0 else "high", why)

@@ -36,7 +36,7 @@ class QuantizerState(NamedTuple):
 
     scale: jax.Array  # f32[] multiply by this before the cast
     amax_history: jax.Array  # f32[H] newest first, behind the slot that the coming step fills
-    uses: jax.Array | float = 1.0  # f32[] how many updated states were added up here; 1 where `attach` could help it
+    uses: jax.Array | float = 1.0  # f32[] number of updated states that were added together; normally 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,6 +59,7 @@ class Recipe:
     stateful: ClassVar[bool]
     fp8_format: Format
     fp8_dpa: bool
+    fp8_mha: bool
     fp8_gemms: str | Callable
     fp8_gemm_fprop: MMParams
     fp8_gemm_dgrad: MMParams
@@ -71,6 +72,7 @@ class Recipe:
         for field in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             _check(self, field, isinstance(getattr(self, field), MMParams), "an MMParams")
         _check(self, "fp8_dpa", isinstance(self.fp8_dpa, bool), "a bool")
+        _check(self, "fp8_mha", self.fp8_mha is False, "False (attention alone in FP8 is fp8_dpa=True)")
         if self.fp8_dpa and self.forward_dtype != _E4M3:
             raise ValueError(
                 f"{type(self).__name__}.fp8_dpa: expected False with fp8_format={self.fp8_format}, got True: queries, "
@@ -101,6 +103,8 @@ class DelayedScaling(Recipe):
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in FP8
         on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k, n].
+        The two products of an MLP are decided together, and so are query, key and value: in FP8 where it says so of
+        each. Functions are compared by identity, so a recipe that is made anew at each step is traced anew.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -135,7 +139,6 @@ class DelayedScaling(Recipe):
         factor = self.scaling_factor_compute_algo
         _check(self, "scaling_factor_compute_algo", factor is None or callable(factor), "None or a function")
         _check(self, "reduce_amax", self.reduce_amax is True, "True (a sharded tensor has one amax)")
-        _check(self, "fp8_mha", self.fp8_mha is False, "False (attention alone in FP8 is fp8_dpa=True)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +150,11 @@ class Float8CurrentScaling(Recipe):
       use_power_2_scales: round scales down to powers of two.
       amax_epsilon: amaxes below it count as it.
       fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
+      fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in FP8
         on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k, n].
+        The two products of an MLP are decided together, and so are query, key and value: in FP8 where it says so of
+        each. Functions are compared by identity, so a recipe that is made anew at each step is traced anew.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -156,6 +162,7 @@ class Float8CurrentScaling(Recipe):
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
     fp8_dpa: bool = False
+    fp8_mha: bool = False
     fp8_gemms: str | Callable = "auto"
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src.mesh import thread_resources
 from jax.sharding import PartitionSpec
 
 from transformer_engine_jax.autocast import MeshResource, current
@@ -96,11 +98,11 @@ def activation_axes(
 def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
     """x, sharded over the mesh as its logical axes say; x itself where no mesh or no rule is in force.
 
-    Rules are those of flax.linen.logical_axis_rules where set, and else those of the MeshResource. Where they shard no
-    axis, nothing is said, unless `whole` x is asked for.
+    Rules are those of flax.linen.logical_axis_rules, and of the MeshResource for what they leave out. Where no axis is
+    sharded, nothing is said, unless `whole` x is asked for.
 
     Raises:
-      ValueError: axes are given, but not one for each axis of x, or one twice.
+      ValueError: axes are given, but not one for each axis of x, or one twice; or the mesh has not what a rule names.
     """
     if not axes:
         return x
@@ -110,9 +112,18 @@ def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
     if len(set(names)) < len(names):
         raise ValueError(f"constrain: expected each logical axis once, got {tuple(axes)}")
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.are_all_axes_manual:
-        return _flax().with_logical_constraint(x, tuple(axes)) if mesh.empty and _flax() else x
+    if mesh.empty:
+        _check_no_other_mesh()
+        return _flax().with_logical_constraint(x, tuple(axes)) if _flax() else x
+    if mesh.are_all_axes_manual:
+        return x
     spec = _spec(axes)
+    asked = {name for entry in spec if entry is not FREE for name in names_of(entry)}
+    if unknown := sorted(asked.difference(mesh.axis_names)):
+        raise ValueError(
+            f"constrain: expected axes of the mesh in force, {list(mesh.axis_names)}, for {tuple(axes)}, got {unknown} "
+            f"by flax.linen.logical_axis_rules or {current().mesh_resource}"
+        )
     # To be whole along the sequence says something where it may be sharded between the products.
     gathers = "seqlen" in axes and any(name == "seqlen_tp" and to for name, to in _rules())
     if all(entry in (None, FREE) for entry in spec) and not (gathers or whole):
@@ -134,9 +145,19 @@ def _flax():
     return sys.modules.get("flax.linen")
 
 
+def _check_no_other_mesh() -> None:
+    """A warning where a MeshResource names axes of a mesh that JAX does not tell of: one entered by `with mesh:`."""
+    if current().mesh_resource != MeshResource() and not thread_resources.env.physical_mesh.empty:
+        warnings.warn(
+            "MeshResource: the mesh of `with mesh:` is not seen while a function is traced, so activations are sharded "
+            "as the compiler likes; enter it by `with jax.set_mesh(mesh):`",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 def _rules() -> Rules:
-    rules = _flax().get_logical_axis_rules() if _flax() else ()
-    return tuple(rules) or logical_axis_rules(current().mesh_resource)
+    return extend_logical_axis_rules(_flax().get_logical_axis_rules() if _flax() else ())
 
 
 def _spec(axes: Axes) -> PartitionSpec:
@@ -156,9 +177,9 @@ def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str]) -> tuple[st
 
 
 class SequenceShards(NamedTuple):
-    """How products that gather the shards of a sequence, and scatter what they give, see it: [n, B, S / n, ..].
+    """A sharded sequence [B, S, ..] as [n, B, S / n, ..], for products that gather it and scatter their results.
 
-    So the shards lie one after another, as collectives have them. In [B, S, ..] XLA would transpose what is exchanged.
+    All-gather and reduce-scatter then move contiguous blocks; in [B, S, ..] XLA would transpose what they exchange.
     """
 
     axis: int = 0  # of the sequence

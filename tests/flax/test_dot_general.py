@@ -14,7 +14,7 @@ from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
-from transformer_engine_jax import testing
+from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.flax import STATE_COLLECTION
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 32)))
@@ -177,3 +177,33 @@ def test_misuse():
     variables = steps.init(module, X)
     with pytest.raises(ValueError, match="te_flax.init_state"):
         jax.eval_shape(partial(module.apply, {"params": variables["params"]}), X)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_recipe_says_which_products_run_in_fp8(name):
+    layer, _ = LAYERS[name]
+    seen = []
+
+    def asked(m, k, n):
+        seen.append((m, k, n))
+        return False
+
+    module = layer(dot_general_cls=te_flax.make_dot_general_cls())
+    with te.autocast(True, recipe.DelayedScaling(fp8_gemms=asked)):
+        variables = module.init(jax.random.key(0), X)
+        y, vjp = jax.vjp(module.apply, variables, X)
+        grads, _ = vjp(jnp.ones_like(y))
+        (row,) = te.explain(module.apply, variables, X).rows
+    assert set(seen) == {{"dense": (32, 32, 16), "dense_general": (32, 32, 48), "batch": (8, 32, 16)}[name]}
+    assert row.name == "dot_general" and "precision: high (as the recipe's fp8_gemms says)" in row.why
+    testing.assert_same_bytes(y, layer().apply({"params": variables["params"]}, X))
+    testing.assert_same_bytes(grads[STATE_COLLECTION], variables[STATE_COLLECTION])
+
+
+def test_the_recipe_says_it_of_einsum_too():
+    module = te_flax.make_einsum_cls()()
+    kernel = jnp.ones((32, 16))
+    for fp8 in (True, False):
+        with te.autocast(True, recipe.Float8CurrentScaling(fp8_gemms=lambda m, k, n, fp8=fp8: fp8)):
+            names = {row.name for row in te.explain(partial(module.apply, {}), "bsk,kn->bns", X, kernel).rows}
+            assert ("gemm" in names) is fp8

@@ -148,3 +148,11 @@ def test_inference_reads_scales_and_never_updates_them():
     with steps.autocast(DELAYED):
         (other, _), _ = infer({**variables, STATE_COLLECTION: state}, X)
     assert 1e-3 < testing.relative_error(other, first) < 0.2
+
+
+def test_a_state_of_another_dtype_says_what_to_leave():
+    module, x = te_flax.DenseGeneral(features=16), jnp.ones((4, 32), jnp.bfloat16)
+    with te.autocast(True):
+        variables = jax.tree.map(lambda a: a.astype(jnp.bfloat16), module.init(jax.random.key(0), x))
+        with pytest.raises(ValueError, match=r"FP8 state: expected f32, got bfloat16; cast parameters alone"):
+            module.apply(variables, x)

@@ -15,6 +15,7 @@ from plain import plain_layer
 from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import (
     STATE_COLLECTION,
@@ -367,3 +368,23 @@ def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, tran
 def test_misuse_is_named(fields, call, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: Layer(**fields).init(jax.random.key(0), X, **call))
+
+
+def test_relative_positions_only_where_they_are_enabled():
+    embedding = te_flax.RelativePositionBiases(32, 128, 4)
+    fields = dict(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
+    for enabled in (True, False):
+        layer = te_flax.TransformerLayer(**fields, relative_embedding=embedding, enable_relative_embedding=enabled)
+        params = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((2, 8, 32)))["params"]
+        assert ("relative_embedding" in params) is enabled
+
+
+def test_masks_that_say_the_reverse_are_refused():
+    x, keep = jnp.ones((2, 8, 32)), jnp.ones((2, 8))
+    layer = te_flax.TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4)
+    for mask, error, message in (
+        (nn.make_attention_mask(keep, keep), ValueError, "mask: expected bool, or integers, .* float32; Flax's masks"),
+        (te.SequenceDescriptor.from_seqlens(jnp.full((2,), 8)), TypeError, "mask: .* it is sequence_descriptor="),
+    ):
+        with pytest.raises(error, match=message):
+            layer.init(jax.random.key(0), x, attention_mask=mask, deterministic=True)

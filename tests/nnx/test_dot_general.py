@@ -10,9 +10,10 @@ import twins
 from flax import nnx
 from steps import DELAYED
 
+import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 import transformer_engine_jax.nnx as te_nnx
-from transformer_engine_jax import testing
+from transformer_engine_jax import recipe, testing
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (8, 32)))
 RNGS = nnx.Rngs(0)
@@ -70,3 +71,16 @@ def test_names_for_checkpoint_policies():
     graph, state = nnx.split(model)
     loss = lambda state: nnx.merge(graph, state)(X).sum()
     assert "name=mine" in str(jax.make_jaxpr(jax.grad(loss))(state))
+
+
+@pytest.mark.parametrize("name", ["linear", "einsum"])
+def test_the_recipe_says_which_products_run_in_fp8(name):
+    rec = recipe.DelayedScaling(fp8_gemms=lambda m, k, n: n > 16)
+    make = {
+        "linear": lambda n: nnx.Linear(32, n, dot_general=te_nnx.DotGeneral(rec), rngs=RNGS),
+        "einsum": lambda n: nnx.Einsum("bk,kn->bn", (32, n), (n,), einsum_op=te_nnx.Einsum(rec), rngs=RNGS),
+    }[name]
+    for n in (16, 32):
+        graph, state = nnx.split(make(n))
+        names = {row.name for row in te.explain(lambda s, graph=graph: nnx.merge(graph, s)(X), state).rows}
+        assert ("gemm" in names) is (n > 16) and ("dot_general" in names) is (n == 16)

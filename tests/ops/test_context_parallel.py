@@ -20,6 +20,7 @@ from transformer_engine_jax.ops.attention import (
     inverse_reorder_causal_load_balancing,
     reference,
     reorder_causal_load_balancing,
+    shards,
 )
 
 B, S, H, G, D, DV = 2, 32, 4, 2, 16, 8
@@ -174,3 +175,19 @@ def test_misuse(parallel, fields, length, message):
     call = partial(dot_product_attention, options=Attention(1.0, **fields), context_parallel=ContextParallel(*parallel))
     with testing.on_mesh(testing.mesh_of((2, 4), ("data", "cp"))), pytest.raises(ValueError, match=message):
         call(x, x, x, dropout_key=jax.random.key(0))
+
+
+def test_equal_calls_are_compiled_once():
+    parallel = ContextParallel("seq")
+    options = Attention(scale=0.25, causal=True)
+    compiled = lambda: shards._program.cache_info().misses
+    with jax.set_mesh(jax.make_mesh((2,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))):
+        before = compiled()
+        for _ in range(2):
+            dot_product_attention(*QKV, options=options, context_parallel=parallel)
+        assert compiled() == before + 1
+
+
+def test_a_reordering_over_no_devices_says_so():
+    with pytest.raises(ValueError, match="cp_size: expected how many devices share a sequence, 1 or more, got 0"):
+        reorder_causal_load_balancing(QKV[0], cp_size=0)

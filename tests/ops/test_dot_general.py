@@ -185,7 +185,7 @@ X, K = jnp.ones((4, 8, 32)), jnp.ones((32, 16))
         (lambda: te.einsum("sk,kn->sn", X, K), ValueError, "the 3 axes of x"),
         (lambda: te.einsum("bsk,kk->bs", X, K), ValueError, "the 2 axes of kernel"),
         (lambda: te.einsum("bsk,kn->bn", X, K), ValueError, "each axis that only one operand has"),
-        (lambda: te.fp8_dot_general(X, K, (((2,), (0,)), ((), ())), recipe=DELAYED), ValueError, "needs the states of"),
+        (lambda: te.fp8_dot_general(X, K, (((2,), (0,)), ((), ())), recipe=DELAYED), ValueError, "the states of what"),
         (lambda: te.fp8_dot_general(X, K, (((2,), (0,)), ((), ())), {}), TypeError, "expected a GemmState"),
     ],
 )  # fmt: skip

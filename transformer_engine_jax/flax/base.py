@@ -162,14 +162,16 @@ def canonical_tuple(value) -> tuple:
 
 
 class LogicalAxes(nn.LogicallyPartitioned):
-    """Flax's box of a parameter with its logical axes, which knows explicit mesh axes as well.
+    """Flax's box of a parameter with its logical axes, which knows explicit mesh axes and the MeshResource as well.
 
-    There Flax asserts that a parameter is sharded as its axes say, which one that was just made is not.
+    On explicit axes Flax asserts that a parameter is sharded as its axes say, which one that was just made is not; and
+    where rules are set that do not name its axes, Flax gathers it.
     """
 
     def unbox(self, apply_constraint: bool = True):
-        explicit = jax.sharding.get_abstract_mesh().explicit_axes
-        return constrain(self.value, self.names) if apply_constraint and explicit else super().unbox(apply_constraint)
+        mesh = jax.sharding.get_abstract_mesh()
+        ours = mesh.explicit_axes or (not mesh.empty and nn.get_logical_axis_rules())
+        return constrain(self.value, self.names) if apply_constraint and ours else super().unbox(apply_constraint)
 
 
 def with_axes(

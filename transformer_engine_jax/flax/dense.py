@@ -37,6 +37,7 @@ def contracted_last(x: jax.Array, axis) -> tuple[jax.Array, int]:
 
 def axes_contracted_last(names, axis) -> tuple:
     """The logical axes of what `contracted_last` gives, from those of its x; () where there are none."""
+    names = names or ()
     axes = [a % len(names) for a in canonical_tuple(axis)] if names else []
     return tuple(name for a, name in enumerate(names) if a not in axes) + tuple(names[a] for a in axes)
 
@@ -92,7 +93,7 @@ class _Dense(Fp8Module):
     axis: int | Sequence[int] = -1
     dtype: Any = jnp.float32
     param_dtype: Any = None
-    transpose_batch_sequence: bool = False
+    transpose_batch_sequence: bool = False  # for NVIDIA's signature: tokens may lie in any order
     quantization_checkpoint_name: str | None = None
     parameters_split: ParametersSplit | None = None
 

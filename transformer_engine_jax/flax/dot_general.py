@@ -10,8 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from transformer_engine_jax.autocast import current
 from transformer_engine_jax.flax.base import Fp8Module
-from transformer_engine_jax.ops.dot_general import dot_general, einsum
+from transformer_engine_jax.ops.dot_general import as_dot_general, dot_general, einsum
+from transformer_engine_jax.precision import dot_general_product, in_fp8
 from transformer_engine_jax.quantizers import GemmQuantizers, keep, under
 from transformer_engine_jax.recipe import Recipe
 
@@ -26,10 +28,10 @@ def wrap_function_in_te_state_module(
 
     Args:
       f: called as f(generate_quantizer_set, *args, **kwargs) with what the module is called with.
-        generate_quantizer_set(name="gemm") gives the quantizers of one product, for `te.dense` or `te.dot_general`, or
-        None where FP8 is off; a name for each product.
+        generate_quantizer_set(name="gemm", fp8=True) gives the quantizers of one product, for `te.dense` or
+        `te.dot_general`, or None where FP8 is off, or for this product; a name for each product.
       quantization_recipe: None means that of the autocast in force.
-      name: of the class, and so of the state among the variables; None means f's name.
+      name: of the class, and so of the state among the variables; None means f's own, if it has one.
       quantization_checkpoint_name: a name that checkpoint policies see on what is quantized.
 
     Returns:
@@ -42,7 +44,7 @@ def wrap_function_in_te_state_module(
             unused: list[Any] = []
             asked: set[str] = set()
 
-            def generate_quantizer_set(name: str = "gemm") -> GemmQuantizers | None:
+            def generate_quantizer_set(name: str = "gemm", fp8: bool = True) -> GemmQuantizers | None:
                 if name in asked:
                     raise ValueError(
                         f"{type(self).__name__}: generate_quantizer_set({name!r}): expected a new name for "
@@ -50,13 +52,13 @@ def wrap_function_in_te_state_module(
                     )
                 asked.add(name)
                 with under(quantization_recipe):
-                    quantizers, states = self.gemm_quantizers(name, True, quantization_checkpoint_name)
+                    quantizers, states = self.gemm_quantizers(name, fp8, quantization_checkpoint_name)
                 unused.extend(states)
                 return quantizers
 
             return keep(f(generate_quantizer_set, *args, **kwargs), unused)
 
-    StateModule.__name__ = StateModule.__qualname__ = f"Fp8_{name or f.__name__}"
+    StateModule.__name__ = StateModule.__qualname__ = f"Fp8_{name or getattr(f, '__name__', 'function')}"
     return StateModule
 
 
@@ -73,9 +75,8 @@ def make_dot_general_cls(
     Returns:
       A class whose instances are called as jax.lax.dot_general is; each holds the state of one product.
     """
-    return wrap_function_in_te_state_module(
-        quantized_dot_general, quantization_recipe, "dot_general", quantization_checkpoint_name
-    )
+    f = functools.partial(quantized_dot_general, quantization_recipe)
+    return wrap_function_in_te_state_module(f, quantization_recipe, "dot_general", quantization_checkpoint_name)
 
 
 @functools.cache
@@ -88,27 +89,37 @@ def make_einsum_cls(
       quantization_recipe: None means that of the autocast in force.
       quantization_checkpoint_name: a name that checkpoint policies see on what is quantized.
     """
-    return wrap_function_in_te_state_module(
-        quantized_einsum, quantization_recipe, "einsum", quantization_checkpoint_name
-    )
+    f = functools.partial(quantized_einsum, quantization_recipe)
+    return wrap_function_in_te_state_module(f, quantization_recipe, "einsum", quantization_checkpoint_name)
 
 
 def quantized_dot_general(
-    generate_quantizer_set: Callable, x, kernel, dimension_numbers, *args, **options
+    recipe: Recipe | None, generate_quantizer_set: Callable, x, kernel, dimension_numbers, *args, **options
 ) -> jax.Array:
-    """dot_general with the arguments of jax.lax.dot_general."""
-    quantizers = generate_quantizer_set()
-    if quantizers is None:
-        return jax.lax.dot_general(x, kernel, dimension_numbers, *args, **options)
-    return _as_asked(dot_general(x, kernel, dimension_numbers, quantizers=quantizers), *args, **options)
+    """dot_general with the arguments of jax.lax.dot_general; in FP8 where the recipe says so of its sizes."""
+    with under(recipe):
+        on = current().recipe is not None
+        fp8, scope = in_fp8([dot_general_product(x, kernel, dimension_numbers)] if on else [])
+    quantizers = generate_quantizer_set(fp8=fp8)
+    with scope:
+        if quantizers is None:
+            return jax.lax.dot_general(x, kernel, dimension_numbers, *args, **options)
+        return _as_asked(dot_general(x, kernel, dimension_numbers, quantizers=quantizers), *args, **options)
 
 
-def quantized_einsum(generate_quantizer_set: Callable, equation: str, x, kernel, **options) -> jax.Array:
-    """einsum with the arguments of jax.numpy.einsum."""
-    quantizers = generate_quantizer_set()
-    if quantizers is None:
-        return jnp.einsum(equation, x, kernel, **options)
-    return _as_asked(einsum(equation, x, kernel, quantizers=quantizers), **options)
+def quantized_einsum(
+    recipe: Recipe | None, generate_quantizer_set: Callable, equation: str, x, kernel, **options
+) -> jax.Array:
+    """einsum with the arguments of jax.numpy.einsum; likewise."""
+    with under(recipe):
+        on = current().recipe is not None
+        numbers = as_dot_general(equation, x, kernel)[0] if on else None
+        fp8, scope = in_fp8([dot_general_product(x, kernel, numbers)] if on else [])
+    quantizers = generate_quantizer_set(fp8=fp8)
+    with scope:
+        if quantizers is None:
+            return jnp.einsum(equation, x, kernel, **options)
+        return _as_asked(einsum(equation, x, kernel, quantizers=quantizers), **options)
 
 
 def _as_asked(y: jax.Array, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:

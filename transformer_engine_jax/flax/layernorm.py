@@ -18,6 +18,7 @@ class LayerNorm(Fp8Module):
 
     epsilon: added to the variance. layernorm_type: "layernorm" or "rmsnorm". zero_centered_gamma: `scale` is the
     difference from 1. scale_init: None means ones, or zeros where zero-centred. dtype: of the parameters.
+    transpose_batch_sequence: for NVIDIA's signature; tokens may lie in any order.
     """
 
     epsilon: float = 1e-6

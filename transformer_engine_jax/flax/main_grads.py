@@ -21,6 +21,8 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     kernel, added by the product that computes it and in place; the gradient of the kernel itself is zero. What comes
     out of a microbatch goes into the next one, and `te.update_collections(main_grads, grads)` puts the sums where an
     optimizer looks for them. Modules may be used several times in a step; `te.Accumulating` tells of the exceptions.
+    Each microbatch must use every kernel that has a buffer: to JAX the gradient of what is not used is zero, and so is
+    the buffer then.
 
     Args:
       model: any Linen module; around the modules of transformer_engine_jax in it transforms such as nn.scan must name

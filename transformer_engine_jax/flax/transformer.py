@@ -328,7 +328,7 @@ class TransformerLayer(nn.Module):
         )
 
     def _position_bias(self, length: int) -> jax.Array | None:
-        if self.relative_embedding is None and not self.enable_relative_embedding:
+        if not self.enable_relative_embedding:
             return None
         embedding = self.relative_embedding or RelativePositionBiases(
             num_buckets=32,

@@ -31,13 +31,13 @@ class DotGeneral(Fp8Module):
     def _run(self, f, *args, **options) -> jax.Array:
         unused = []
 
-        def generate_quantizer_set() -> GemmQuantizers | None:
+        def generate_quantizer_set(fp8: bool) -> GemmQuantizers | None:
             with under(self.quantization_recipe):
-                quantizers, states = self.gemm_quantizers("gemm", True, self.quantization_checkpoint_name)
+                quantizers, states = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
             unused.extend(states)
             return quantizers
 
-        return keep(f(generate_quantizer_set, *args, **options), unused)
+        return keep(f(self.quantization_recipe, generate_quantizer_set, *args, **options), unused)
 
 
 @module

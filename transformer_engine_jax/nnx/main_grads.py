@@ -18,6 +18,7 @@ def main_grads(model: nnx.Module) -> None:
     its kernel, added by the product that computes it; that of the kernel itself is zero. Each microbatch hands its
     gradients to `update_state`, and `take_main_grads` ends it. A module that a loop uses again and again must be closed
     over: passed with in_axes=None, or to several calls of nnx.jit or nnx.remat in one step, a buffer counts each time.
+    Each microbatch must use every kernel that has a buffer: one that goes unused comes out as zeros.
 
     Args:
       model: any module; buffers are those of the modules of transformer_engine_jax in it, sharded as their kernels.

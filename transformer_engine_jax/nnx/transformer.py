@@ -262,7 +262,7 @@ class TransformerLayer(Fp8Module):
 
     def _position_bias(self, length: int) -> jax.Array | None:
         embedding = self.relpos_bias if self.relative_embedding is None else self.relative_embedding
-        if embedding is None:
+        if embedding is None or not self.enable_relative_embedding:
             return None
         return embedding(length, length, self.layer_type is TransformerLayerType.ENCODER)
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.differentiable import all_at_once, differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.quantize import MEASURED, OPTIONAL_BESIDE_Y, partial_sums
+from transformer_engine_jax.ops.quantize import FLOATS, MEASURED, OPTIONAL_BESIDE_Y, partial_sums
 from transformer_engine_jax.ops.result import store
 from transformer_engine_jax.ops.state import GIVEN
 
@@ -236,7 +236,7 @@ def activation(z, activations: Activations, params: Mapping[str, float] | Clamp 
     """
     fused, activations = fused_activation(activations, params), as_tuple(activations)
     z, bias = jnp.asarray(z), None if bias is None else jnp.asarray(bias)
-    if z.dtype not in [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]:
+    if z.dtype not in FLOATS:
         raise ValueError(f"activation: z: expected f32, f16 or bf16, got {z.dtype}")
     if z.ndim < 2 or z.shape[-2] != len(activations):
         raise ValueError(f"activation: z: expected [.., {len(activations)}, N] for {activations}, got {list(z.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.product import computes, kernel_last, product
 from transformer_engine_jax.ops.quantize import (
+    FLOATS,
     Cast,
     named,
     observe,
@@ -284,12 +286,26 @@ def arrays(*given) -> list[jax.Array | None]:
     return [None if a is None else jnp.asarray(a) for a in given]
 
 
-def check_dense(op: str, x, kernel, bias, k_axes: int) -> None:
+def check_quantizers(op: str, *quantizers: GemmQuantizers | None) -> None:
+    """TypeError where they are of another kind, such as a state."""
+    for given in quantizers:
+        if not isinstance(given, GemmQuantizers | None):
+            raise TypeError(
+                f"{op}: quantizers: expected None or what te.gemm_quantizers(state) returns, got {type(given).__name__}"
+            )
+
+
+def check_dense(op: str, x, kernel, bias, k_axes: int, quantizers: GemmQuantizers | None) -> None:
     """ValueError where the shapes or dtypes of a dense op do not fit."""
+    in_kernels = () if quantizers is None else ("x", "kernel")
     for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
-        if array is not None and not (jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1):
+        if array is None or array.dtype in FLOATS:
+            continue
+        if name in in_kernels or array.dtype != np.float64:
             raise ValueError(f"{op}: {name}: expected f32, f16 or bf16, got {array.dtype}; convert it first")
-    if not 1 <= k_axes < kernel.ndim or x.ndim < k_axes:
+    if k_axes < 1:
+        raise ValueError(f"{op}: k_axes: expected how many axes are contracted, 1 or more, got {k_axes}")
+    if not k_axes < kernel.ndim or x.ndim < k_axes:
         raise ValueError(
             f"{op}: expected x[.., {k_axes} contracted axes] and a kernel with more than {k_axes} axes, "
             f"got x{list(x.shape)} and kernel{list(kernel.shape)}"
@@ -328,10 +344,10 @@ def dense(
     """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] and residual[m.., n..] -> [m.., n..] in x's dtype.
 
     Args:
-      x: f32, f16 or bf16.
-      kernel: any float dtype. Accumulating(kernel, main_grad) stands for a kernel whose gradient is added to main_grad,
-        and comes out as the gradient of that.
-      bias: any float dtype, or None; added in x's.
+      x: f32, f16 or bf16; without quantizers f64 too.
+      kernel: likewise. Accumulating(kernel, main_grad) stands for a kernel whose gradient is added to main_grad, and
+        comes out as the gradient of that.
+      bias: f32, f16, bf16 or f64, or None; added in x's.
       k_axes: how many axes are contracted.
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
       residual: x's dtype, or None; in FP8 it is added inside the product, before the one rounding of the result.
@@ -342,9 +358,13 @@ def dense(
       kernel_axes: those of the kernel. One that FSDP shards is gathered for each product, in FP8 its bytes.
 
     Raises:
-      ValueError: the shapes do not fit.
+      ValueError: the shapes or dtypes do not fit.
+      TypeError: `quantizers` are not of gemm_quantizers.
     """
+    check_quantizers("dense", quantizers)
     x, bias, residual = arrays(x, bias, residual)
+    k_axes = operator.index(k_axes)
+    input_axes, output_axes, kernel_axes = input_axes or (), output_axes or (), kernel_axes or ()
     x, m_axes = constrain(x, input_axes), x.ndim - k_axes
     shards = SequenceShards.of(x, output_axes[:m_axes], input_axes[:m_axes])
     y = _dense(
@@ -368,7 +388,7 @@ def _dense(
 ) -> jax.Array:
     """`dense`, of arrays and of x as its logical axes say."""
     kernel, main_grad = unpacked("dense", kernel)
-    check_dense("dense", x, kernel, bias, k_axes)
+    check_dense("dense", x, kernel, bias, k_axes, quantizers)
     if residual is not None:
         check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), x.dtype)
     main_grad, adds = claimed(main_grad, x, kernel)
@@ -391,7 +411,7 @@ def _dense(
     if bias is not None:
         if sharding is not None:
             bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))
-        y = y + jnp.asarray(bias, y.dtype)
+        y = y + jnp.expand_dims(jnp.asarray(bias, y.dtype), range(y.ndim - bias.ndim))
     if residual is not None:
         y = y + residual
     return y if quantizers is None else watch_gradient(y, quantizers.grad)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import GemmState
 from transformer_engine_jax.quantizers import GemmQuantizers, gemm_quantizers, keep, under
 from transformer_engine_jax.recipe import Recipe
@@ -25,8 +26,7 @@ def dot_general(
     """jax.lax.dot_general(x, kernel, dimension_numbers), its products in FP8.
 
     Args:
-      x: f32, f16 or bf16.
-      kernel: any float dtype.
+      x, kernel: f32, f16 or bf16; without quantizers f64 too.
       dimension_numbers: ((axes of x, axes of kernel) to contract, (axes of x, axes of kernel) that are a batch).
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
 
@@ -37,8 +37,8 @@ def dot_general(
     Raises:
       ValueError: the axes are not distinct ones of x and kernel, or their sizes differ.
     """
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-    (x_k, kernel_k), (x_batch, kernel_batch) = _checked(x, kernel, dimension_numbers)
+    x, kernel = _array("dot_general", x), _array("dot_general", kernel)
+    (x_k, kernel_k), (x_batch, kernel_batch) = checked_numbers(x, kernel, dimension_numbers)
     x_free = [a for a in range(x.ndim) if a not in (*x_k, *x_batch)]
     kernel_free = [a for a in range(kernel.ndim) if a not in (*kernel_k, *kernel_batch)]
     a = x.transpose(*x_batch, *x_free, *x_k)
@@ -55,8 +55,14 @@ def dot_general(
     return y if kernel_free else y[..., 0]
 
 
-def _checked(x, kernel, dimension_numbers) -> DimensionNumbers:
-    """The dimension numbers with their axes counted from the front."""
+def _array(op: str, x) -> jax.Array:
+    if isinstance(x, Accumulating):
+        raise TypeError(f"{op}: expected an array, got Accumulating; dense and its like add gradients to a buffer")
+    return jnp.asarray(x)
+
+
+def checked_numbers(x, kernel, dimension_numbers) -> DimensionNumbers:
+    """The dimension numbers with their axes counted from the front; ValueError where they do not fit."""
     try:
         contracted, batch = [tuple(map(tuple, pair)) for pair in dimension_numbers]
         (x_k, kernel_k), (x_batch, kernel_batch) = contracted, batch
@@ -90,23 +96,27 @@ def einsum(equation: str, x, kernel, *, quantizers: GemmQuantizers | None = None
 
     Args:
       equation: such as "bsd,dhk->bshk", with its result; "..." stands for leading axes.
-      x: f32, f16 or bf16.
-      kernel: any float dtype.
+      x, kernel: as in `dot_general`.
       quantizers: as in `dot_general`.
 
     Returns:
       The result, in x's dtype. Raises ValueError for an equation that is not one product of x and kernel.
     """
-    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    x, kernel = _array("einsum", x), _array("einsum", kernel)
+    dimension_numbers, order = as_dot_general(equation, x, kernel)
+    return dot_general(x, kernel, dimension_numbers, quantizers=quantizers).transpose(order)
+
+
+def as_dot_general(equation: str, x, kernel) -> tuple[DimensionNumbers, list[int]]:
+    """An einsum's dimension numbers, and its result's axes among those of the dot_general."""
     x_names, kernel_names, names = _names(equation, x.ndim, kernel.ndim)
     both = [n for n in x_names if n in kernel_names]
     contracted, batch = [n for n in both if n not in names], [n for n in both if n in names]
     dimension_numbers = tuple(
         tuple([side.index(n) for n in letters] for side in (x_names, kernel_names)) for letters in (contracted, batch)
     )
-    y = dot_general(x, kernel, dimension_numbers, quantizers=quantizers)
     free = [n for side in (x_names, kernel_names) for n in side if n not in both]
-    return y.transpose([(batch + free).index(n) for n in names])
+    return dimension_numbers, [(batch + free).index(n) for n in names]
 
 
 def _names(equation: str, *ranks: int) -> tuple[str, str, str]:

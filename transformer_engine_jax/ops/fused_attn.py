@@ -75,8 +75,9 @@ def fused_attn(
         bottom_right="bottom_right" in attn_mask_type,
         softmax_type=softmax_type,
     )
+    in_one = qkv_layout == "bs3hd"  # which cuDNN may read as it lies
     return dot_product_attention(
-        query, key, value,
+        *([qkv[0]] if in_one else [query, key, value]),
         options=options,
         sequence_descriptor=sequence_descriptor,
         bias=bias,

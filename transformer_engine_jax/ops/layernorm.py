@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.quantize import MEASURED, OPTIONAL_BESIDE_Y
+from transformer_engine_jax.ops.quantize import FLOATS, MEASURED, OPTIONAL_BESIDE_Y
 from transformer_engine_jax.ops.result import store
 from transformer_engine_jax.ops.state import GIVEN
 
@@ -215,7 +214,7 @@ def rmsnorm(x, gamma, *, epsilon: float = 1e-6, zero_centered_gamma: bool = Fals
 def checked_norm(op: str, x, **parameters) -> tuple[jax.Array, ...]:
     arrays = [jnp.asarray(a) for a in (x, *parameters.values())]
     for name, array in zip(("x", *parameters), arrays):
-        if array.dtype not in _FLOATS:
+        if array.dtype not in FLOATS:
             raise ValueError(f"{op}: {name}: expected f32, f16 or bf16, got {array.dtype}")
     if arrays[0].ndim == 0:
         raise ValueError(f"{op}: x: expected at least one axis, got a scalar")
@@ -223,9 +222,6 @@ def checked_norm(op: str, x, **parameters) -> tuple[jax.Array, ...]:
         if array.shape != arrays[0].shape[-1:]:
             raise ValueError(f"{op}: {name}: expected [{arrays[0].shape[-1]}], x's last axis, got {list(array.shape)}")
     return tuple(arrays)
-
-
-_FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
 
 
 class NormSaved(NamedTuple):

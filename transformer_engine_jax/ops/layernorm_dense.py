@@ -13,6 +13,7 @@ from transformer_engine_jax.ops.dense import (
     Saved,
     arrays,
     check_dense,
+    check_quantizers,
     dense,
     dense_backward,
     dense_forward,
@@ -136,7 +137,7 @@ def layernorm_dense(
     Args:
       x: f32, f16 or bf16.
       gamma, beta: [K]; beta None makes it an RMSNorm.
-      kernel, bias: any float dtype, as in `dense`; bias may be None.
+      kernel, bias: as in `dense`; bias may be None.
       norm_options: epsilon and zero_centered_gamma.
       quantizers: how the normed x, kernel and the gradient of the output become FP8; None: x's precision.
       return_input: return (that, x). What is added to this x, a residual connection, has its gradient added to the
@@ -147,9 +148,14 @@ def layernorm_dense(
       kernel_axes: as in `dense`.
 
     Raises:
-      ValueError: the shapes do not fit.
+      ValueError: the shapes or dtypes do not fit.
+      TypeError: `quantizers` are not of gemm_quantizers, or norm_options is no Norm.
     """
+    check_quantizers("layernorm_dense", quantizers)
+    if not isinstance(norm_options, Norm):
+        raise TypeError(f"layernorm_dense: norm_options: expected a Norm, got {norm_options!r}; dense has no norm")
     x, gamma, beta, bias = arrays(x, gamma, beta, bias)
+    norm_input_axes, dot_input_axes, kernel_axes = norm_input_axes or (), dot_input_axes or (), kernel_axes or ()
     x = constrain(x, norm_input_axes)
     shards = SequenceShards.of(x, norm_input_axes[:-1], dot_input_axes[:-1])
     axes = shards.axes(norm_input_axes, between=True), shards.axes(dot_input_axes)
@@ -181,7 +187,7 @@ def _layernorm_dense(
         return dense(normed, kernel, bias, quantizers=quantizers, by_kernels=True, input_axes=dot_axes), past
     norm_options = check_norm("layernorm_dense", norm_options, x, gamma, beta)
     kernel, main_grad = unpacked("layernorm_dense", kernel)
-    check_dense("layernorm_dense", x, kernel, bias, 1)
+    check_dense("layernorm_dense", x, kernel, bias, 1, quantizers)
     main_grad, adds = claimed(main_grad, x, kernel)
     later = transposes_later(norm_options, kernel, gathers_x, quantizers.x)
     fields = dict(adds=adds, x_axes=dot_axes, gathers_x=gathers_x, x_t_later=later)

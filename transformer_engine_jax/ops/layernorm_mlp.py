@@ -27,6 +27,7 @@ from transformer_engine_jax.ops.dense import (
     Saved,
     arrays,
     check_dense,
+    check_quantizers,
     check_residual,
     dense,
     dense_backward,
@@ -162,7 +163,7 @@ def layernorm_mlp(
     Args:
       x: f32, f16 or bf16; the result [.., n..] has its dtype.
       gamma, beta: [K]; beta None makes it an RMSNorm; both None where norm_options is None (no norm).
-      kernels, biases: of the two products, any float dtype, as in `dense`; A is len(activations).
+      kernels, biases: of the two products, as in `dense`; A is len(activations).
       activations, activation_params: as in `activation`.
       norm_options: epsilon and zero_centered_gamma, or None for no norm.
       quantizers: of the two products; None computes in x's precision.
@@ -174,9 +175,14 @@ def layernorm_mlp(
       kernel_axes: those of the kernels, as `dense` has them.
 
     Raises:
-      ValueError: the shapes do not fit, or both residual and return_input.
+      ValueError: the shapes or dtypes do not fit, kernels are not two, or both residual and return_input.
+      TypeError: `quantizers` are not of gemm_quantizers.
     """
     x, gamma, beta, bias_1, bias_2 = arrays(x, gamma, beta, *biases)
+    if not (isinstance(kernels, tuple | list) and len(kernels) == 2):
+        raise ValueError(f"layernorm_mlp: kernels: expected two, (kernel_1, kernel_2), got {_counted(kernels)}")
+    if not (quantizers is None or (isinstance(quantizers, tuple | list) and len(quantizers) == 2)):
+        raise ValueError(f"layernorm_mlp: quantizers: expected None or those of two, got {_counted(quantizers)}")
     kernel_1, kernel_2 = [unpacked("layernorm_mlp", kernel)[0] for kernel in kernels]
     activations = as_tuple(activations)
     if kernel_1.ndim != 3 or kernel_1.shape[1] != len(activations):
@@ -184,15 +190,20 @@ def layernorm_mlp(
             f"layernorm_mlp: kernels[0]: expected [K, {len(activations)}, N] for {activations}, "
             f"got {list(kernel_1.shape)}"
         )
-    check_dense("layernorm_mlp", x, kernel_1, bias_1, 1)
+    first, second = quantizers or (None, None)
+    check_quantizers("layernorm_mlp", first, second)
+    check_dense("layernorm_mlp", x, kernel_1, bias_1, 1, first)
     activated = jax.ShapeDtypeStruct((*x.shape[:-1], kernel_1.shape[2]), x.dtype)
-    check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1)
+    check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1, second)
     if norm_options is not None:
         norm_options = check_norm("layernorm_mlp", norm_options, x, gamma, beta)
     if residual and return_input:
         raise ValueError("layernorm_mlp: return_input: expected False where the residual is added, got True")
     if residual:
         check_residual("layernorm_mlp", x, (*x.shape[:-1], *kernel_2.shape[1:]), x.dtype)
+    norm_input_axes, dot_1_input_axes, dot_2_input_axes = (
+        axes or () for axes in (norm_input_axes, dot_1_input_axes, dot_2_input_axes)
+    )
     x = constrain(x, norm_input_axes)
     shards = SequenceShards.of(x, norm_input_axes[:-1], dot_1_input_axes[:-1])
     x_axes = shards.axes(norm_input_axes, between=True)
@@ -205,6 +216,10 @@ def layernorm_mlp(
         y = constrain(y, (*x_axes[:-1], *(FREE,) * (kernel_2.ndim - 1)))
     y = shards.join(y)
     return (y, shards.join(past)) if return_input else y
+
+
+def _counted(given) -> str:
+    return str(len(given)) if isinstance(given, tuple | list) else type(given).__name__
 
 
 def _layernorm_mlp(

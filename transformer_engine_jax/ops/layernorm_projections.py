@@ -163,7 +163,7 @@ def _layernorm_projections(
             raise ValueError(
                 f"layernorm_projections: kernels: expected [K, N], [K, 2, N] or [K, 3, N], got {list(kernel.shape)}"
             )
-        check_dense("layernorm_projections", x, kernel, bias, 1)
+        check_dense("layernorm_projections", x, kernel, bias, 1, quantizers and quantizers[0])
     if norm_options is not None:
         norm_options = check_norm("layernorm_projections", norm_options, x, gamma, beta)
     if quantizers is None or quantizers[0].x.spec.calibrating:

@@ -27,7 +27,7 @@ class Accumulating:
     with check_vma=False (there, reduce over the mesh after the last microbatch).
     """
 
-    kernel: jax.Array  # [k.., n..] any float dtype
+    kernel: jax.Array  # [k.., n..] f32, f16 or bf16
     main_grad: jax.Array  # f32[k.., n..] the sum so far; its gradient is the next one
 
     @property

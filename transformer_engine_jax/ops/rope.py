@@ -11,9 +11,9 @@ import numpy as np
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.ops.quantize import FLOATS
 
 GROUPS = ("consecutive", "alternate")
-_FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
 
 # --- The kernels -------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def _checked(frequencies) -> jax.Array:
 
 def _check(x, pairs: int, positions, group: str) -> jax.Array:
     """i32[B, S] the positions, once x and group are known to fit."""
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise ValueError(f"rope: x: expected f32, f16 or bf16, got {x.dtype}")
     if x.ndim != 4 or x.shape[-1] < 2 * pairs:
         raise ValueError(f"rope: expected x[B, S, H, D] with D >= 2 x {pairs}, got {list(x.shape)}")

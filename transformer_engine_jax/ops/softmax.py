@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
-
-_FLOATS = [np.dtype(d) for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
+from transformer_engine_jax.ops.quantize import FLOATS
 
 # --- Kernels -----------------------------------------------------------------------------------------------------
 
@@ -88,7 +86,7 @@ def softmax(logits, *, mask=None, softmax_offset=None, scale_factor: float = 1.0
       ValueError: shapes or dtypes do not fit.
     """
     logits = jnp.asarray(logits)
-    if logits.dtype not in _FLOATS:
+    if logits.dtype not in FLOATS:
         raise ValueError(f"softmax: logits: expected f32, f16 or bf16, got {logits.dtype}")
     if logits.ndim < 2:
         raise ValueError(f"softmax: logits: expected [.., H, Q, K] or [Q, K], got {list(logits.shape)}")

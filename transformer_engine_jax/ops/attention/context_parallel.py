@@ -48,6 +48,8 @@ class ContextParallel(NamedTuple):
 
 def balanced_order(length: int, size: int) -> np.ndarray:
     """i32[length]: the token of the sequence that is stored at each place of the balanced order over `size` devices."""
+    if size < 1:
+        raise ValueError(f"cp_size: expected how many devices share a sequence, 1 or more, got {size}")
     if length % (2 * size):
         raise ValueError(
             f"context_parallel_causal_load_balanced: expected a length of a multiple of {2 * size}, twice the devices, "
@@ -58,12 +60,19 @@ def balanced_order(length: int, size: int) -> np.ndarray:
 
 
 def reorder_causal_load_balancing(x, *, cp_size: int, seq_dim: int = 1) -> jax.Array:
-    """x with the tokens along seq_dim in the balanced order over cp_size devices."""
+    """x [.., S, ..], of any dtype, with the tokens along seq_dim in the balanced order over cp_size devices.
+
+    Each device then has a part from the front of the sequence and one from its end, and causal attention gives all as
+    much to do.
+
+    Raises:
+      ValueError: S is not a multiple of 2 * cp_size.
+    """
     return _reordered(x, balanced_order(x.shape[seq_dim], cp_size), seq_dim)
 
 
 def inverse_reorder_causal_load_balancing(x, *, cp_size: int, seq_dim: int = 1) -> jax.Array:
-    """x with the tokens along seq_dim back from the balanced order."""
+    """x [.., S, ..] with the tokens along seq_dim back from the order of reorder_causal_load_balancing."""
     return _reordered(x, np.argsort(balanced_order(x.shape[seq_dim], cp_size)), seq_dim)
 
 
@@ -102,8 +111,8 @@ def context_parallel_attention(
     operands = (query, key, value, queries, keys, others)
     specs = (sharded, of_keys, of_keys, like(queries, sharded), like(keys, whole))
     specs += ({name: like(x, of_rows(x) if name in ("mask", "bias") else whole) for name, x in others.items()},)
-    local = partial(_ring if ring else _of_all_keys, parallel.axis, size, options)
-    return on_axes({parallel.axis}, local, operands, specs, sharded)
+    local = _ring if ring else _of_all_keys
+    return on_axes({parallel.axis}, local, (parallel.axis, size, options), operands, specs, sharded)
 
 
 def context_parallel_cudnn(
@@ -120,7 +129,7 @@ def context_parallel_cudnn(
     if options.softmax_type != "vanilla":
         operands += (jnp.zeros(query.shape[2]) if softmax_offset is None else softmax_offset,)
     specs = (*[sharded] * 3, P(heads))[: len(operands)]
-    return on_axes({parallel.axis, *explicit}, partial(attention_of_parts, parts), operands, specs, sharded)
+    return on_axes({parallel.axis, *explicit}, attention_of_parts, (parts,), operands, specs, sharded)
 
 
 def _check_lengths(parallel: ContextParallel, query, key) -> None:

@@ -6,8 +6,6 @@ where ours were not built.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -42,8 +40,8 @@ def cudnn_attention(
     if explicit_axes(query) and quantizers is None:  # whose amaxes are those of all devices, which kernels see to
         described = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias)
         arguments = dict(described, softmax_offset=softmax_offset)
-        attend = partial(cudnn_attention, options)
-        return on_explicit_axes(attend, query, key, value, dropout_key=dropout_key, arguments=arguments)
+        given = dict(dropout_key=dropout_key, arguments=arguments)
+        return on_explicit_axes(cudnn_attention, options, query, key, value, **given)
     if options.softmax_type == "off_by_one":
         softmax_offset = jnp.zeros(query.shape[2])
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)

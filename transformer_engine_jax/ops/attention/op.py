@@ -155,12 +155,21 @@ def check_broadcast(name: str, x, query, key):
     """The mask as bool, or the bias, of rank 4; None if absent."""
     if x is None:
         return None
+    if isinstance(x, SequenceDescriptor):
+        raise TypeError(
+            f"dot_product_attention: {name}: expected an array, got a SequenceDescriptor; it is sequence_descriptor="
+        )
     x = jnp.asarray(x)
     full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if x.ndim != 4 or any(n not in (1, m) for n, m in zip(x.shape, full)):
         raise ValueError(f"dot_product_attention: {name}: expected a shape that broadcasts to {full}, got {x.shape}")
     if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"dot_product_attention: bias: expected f32, f16 or bf16, got {x.dtype}")
+    if name == "mask" and jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"dot_product_attention: mask: expected bool, or integers, True where a key is not seen, got {x.dtype}; "
+            "Flax's masks say the reverse: give mask == 0 for them"
+        )
     return x != 0 if name == "mask" and x.dtype != jnp.bool_ else x
 
 

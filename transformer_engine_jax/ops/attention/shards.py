@@ -6,6 +6,7 @@ of them, and nothing is left to be partitioned, for which JAX's cuDNN call knows
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Set
 from functools import partial
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.differentiable import align, explicit_meshes
+from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.partition import names_of
 
 
@@ -60,18 +62,27 @@ def placed(x, spec: P, axes: Set[str]) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
 
 
-def on_axes(axes: Set[str], local: Callable, operands, in_specs, out_specs):
-    """local(*operands) on each device along these mesh axes, with its part of them."""
+def on_axes(axes: Set[str], local: Callable, static: tuple, operands, in_specs, out_specs):
+    """local(*static, *operands) on each device along these mesh axes, with its part of the operands."""
     leaves, tree = jax.tree.flatten(operands)
     mesh = next(iter(explicit_meshes(*leaves)), None)  # None: that in force
     operands = jax.tree.unflatten(tree, align(*leaves))
     operands = jax.tree.map(partial(placed, axes=axes), operands, in_specs)
-    over = dict(in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False)
-    return jax.jit(jax.shard_map(local, mesh=mesh, **over))(*operands)
+    specs, specs_tree = jax.tree.flatten(in_specs, is_leaf=lambda x: isinstance(x, P))
+    return _program(local, static, mesh, tuple(specs), specs_tree, out_specs, frozenset(axes))(*operands)
 
 
-def on_explicit_axes(attend: Callable, query, key, value, *, dropout_key, arguments: dict) -> jax.Array:
-    """attend(query, key, value, dropout_key=, **arguments) of each device's examples and heads, [B, Q, H, Dv].
+@functools.lru_cache(maxsize=256)
+def _program(local: Callable, static: tuple, mesh, specs: tuple, specs_tree, out_specs, axes: Set[str]) -> Callable:
+    """Kept, so that JAX traces and compiles equal calls once."""
+    over = dict(in_specs=jax.tree.unflatten(specs_tree, specs), out_specs=out_specs, axis_names=set(axes))
+    return jax.jit(jax.shard_map(partial(local, *static), mesh=mesh, check_vma=False, **over))
+
+
+def on_explicit_axes(
+    attend: Callable, options: Attention, query, key, value, *, dropout_key, arguments: dict
+) -> jax.Array:
+    """attend(options, query, key, value, dropout_key=, **arguments) of each device's examples and heads, [B, Q, H, Dv].
 
     Query, key and value are sharded as `of_examples_and_heads` gives them.
     arguments: pytrees of arrays whose leading axes are examples, or 1 for all; of mask and bias, also heads; and of
@@ -87,12 +98,13 @@ def on_explicit_axes(attend: Callable, query, key, value, *, dropout_key, argume
 
     specs = {name: jax.tree.map(partial(spec_of, name), x) for name, x in arguments.items()}
     over = (*names_of(batch), *names_of(heads))
-
-    def local(query, key, value, dropout_key, arguments):
-        if dropout_key is not None and over:
-            dropout_key = jax.random.fold_in(dropout_key, jax.lax.axis_index(over))
-        return attend(query, key, value, dropout_key=dropout_key, **arguments)
-
     sharded, whole = P(batch, None, heads), jax.tree.map(lambda _: P(), dropout_key)
     operands = query, key, value, dropout_key, arguments
-    return on_axes(explicit_axes(query), local, operands, (*[sharded] * 3, whole, specs), sharded)
+    specs = (*[sharded] * 3, whole, specs)
+    return on_axes(explicit_axes(query), _of_shard, (attend, options, over), operands, specs, sharded)
+
+
+def _of_shard(attend: Callable, options: Attention, over, query, key, value, dropout_key, arguments: dict) -> jax.Array:
+    if dropout_key is not None and over:
+        dropout_key = jax.random.fold_in(dropout_key, jax.lax.axis_index(over))
+    return attend(options, query, key, value, dropout_key=dropout_key, **arguments)
