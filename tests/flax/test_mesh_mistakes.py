@@ -6,49 +6,50 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+import steps
+from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import testing
 
 X = jnp.ones((4, 8, 32))
 MODULE = te_flax.LayerNormMLP(intermediate_dim=64, layernorm_input_axes=("batch", "seqlen", None))
+VARIABLES = nn.unbox(MODULE.init(jax.random.key(0), X))
+MESH = testing.mesh_of((2, 2), ("data", "model"))
 
 
-def mesh():
-    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def run(resource: te.MeshResource):
+    variables = testing.shard(MESH, VARIABLES, jax.tree.map(lambda _: P(), VARIABLES))
+    with te.autocast(False, mesh_resource=resource):
+        return jax.jit(MODULE.apply)(variables, testing.shard(MESH, X, P()))
 
 
 def test_mesh_axes_that_do_not_exist_are_named():
-    variables = MODULE.init(jax.random.key(0), X)
-    with jax.set_mesh(mesh()), te.autocast(False, mesh_resource=te.MeshResource(dp_resource="dat")):
-        with pytest.raises(
-            ValueError, match=r"axes of the mesh in force, \['data', 'model'\], .* got \['dat'\] by .*dat"
-        ):
-            jax.jit(MODULE.apply)(variables, X)
+    with testing.on_mesh(MESH):
+        with pytest.raises(ValueError, match=r"axes of the mesh in force, \['data', 'model'\], .* got \['dat'\] by "):
+            run(te.MeshResource(dp_resource="dat"))
 
 
 def test_a_mesh_that_jax_does_not_tell_of_is_warned_of():
-    variables = MODULE.init(jax.random.key(0), X)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        entered = mesh().__enter__()
+        MESH.__enter__()
     try:
-        with te.autocast(False, mesh_resource=te.MeshResource(dp_resource="data")):
-            with pytest.warns(RuntimeWarning, match=r"with jax.set_mesh\(mesh\)"):
-                jax.jit(MODULE.apply)(variables, X)
+        with pytest.warns(RuntimeWarning, match=r"with jax.set_mesh\(mesh\)"):
+            run(te.MeshResource(dp_resource="data"))
     finally:
-        entered.__exit__(None, None, None)
+        MESH.__exit__(None, None, None)
 
 
 def test_rules_of_flax_leave_the_mesh_resource_what_they_do_not_name():
-    module = te_flax.LayerNormMLP(intermediate_dim=64)
-    with jax.set_mesh(mesh()), te.autocast(False, mesh_resource=te.MeshResource("data", "model")):
-        rules = te_flax.extend_logical_axis_rules(())
-        shapes = jax.eval_shape(module.init, jax.random.key(0), X)
-        shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(shapes), mesh(), rules)
-        variables = jax.jit(module.init, out_shardings=shardings)(jax.random.key(0), X)
+    module, resource = te_flax.LayerNormMLP(intermediate_dim=64), te.MeshResource("data", "model")
+    boxed = module.init(jax.random.key(0), X)
+    with testing.on_mesh(MESH), te.autocast(False, mesh_resource=resource):
+        placed = nn.meta.replace_boxed(boxed, steps.place(MESH, boxed, resource))
         with nn.logical_axis_rules((("mine", None),)):
-            compiled = jax.jit(lambda v, x: module.apply(v, x)[0]).lower(variables, X).compile()
+            step = jax.jit(lambda v, x: module.apply(v, x)[0])
+            compiled = step.lower(placed, testing.shard(MESH, X, P("data"))).compile()
     assert "all-gather" not in compiled.as_text()
 
 

@@ -7,7 +7,7 @@ import pytest
 import steps
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import FusedLayer, cpu_mesh
+from meshes import FusedLayer
 from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
@@ -41,8 +41,8 @@ def test_gradients_and_states_are_those_of_one_device(shape, fields, resource, r
     with steps.autocast(DELAYED):
         variables = steps.settle(layer.apply, variables, x, steps=2)
     expected = gradients(layer, variables, x, rec)
-    mesh = cpu_mesh((2, 4), ("data", "model"))
-    with jax.set_mesh(mesh):
+    mesh = testing.mesh_of((2, 4), ("data", "model"))
+    with testing.on_mesh(mesh):
         on_mesh = jax.device_put((variables, x), NamedSharding(mesh, P()))
         got = gradients(layer, *on_mesh, rec, resource)
     testing.assert_close(got, expected, BOUND[rec])
@@ -57,8 +57,8 @@ def test_heads_whose_shards_are_no_multiple_of_8(heads, size, explicit):
     step = jax.jit(jax.grad(lambda v, x: jnp.sum(jnp.sin(layer.apply(v, x, deterministic=True)[0]))))
     with te.autocast(True, DELAYED):
         expected = step(boxed, x)
-    mesh = cpu_mesh((2,), ("model",), explicit)
-    with jax.set_mesh(mesh), te.autocast(True, DELAYED, mesh_resource=te.MeshResource(tp_resource="model")):
+    mesh = testing.mesh_of((2,), ("model",), explicit=explicit)
+    with testing.on_mesh(mesh), te.autocast(True, DELAYED, mesh_resource=te.MeshResource(tp_resource="model")):
         rules = te_flax.extend_logical_axis_rules(())
         shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
         sharded = jax.device_put(boxed, shardings), jax.device_put(x, NamedSharding(mesh, P()))

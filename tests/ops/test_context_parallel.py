@@ -181,7 +181,7 @@ def test_equal_calls_are_compiled_once():
     parallel = ContextParallel("seq")
     options = Attention(scale=0.25, causal=True)
     compiled = lambda: shards._program.cache_info().misses
-    with jax.set_mesh(jax.make_mesh((2,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))):
+    with testing.on_mesh(testing.mesh_of((2,), ("seq",))):
         before = compiled()
         for _ in range(2):
             dot_product_attention(*QKV, options=options, context_parallel=parallel)
