@@ -40,8 +40,9 @@ def test_gradients_and_states_are_those_of_one_device(shape, fields, resource, r
     variables = steps.randomized(steps.init(layer, x, rec=DELAYED))
     with steps.autocast(DELAYED):
         variables = steps.settle(layer.apply, variables, x, steps=2)
-    expected = gradients(layer, variables, x, rec)
     mesh = testing.mesh_of((2, 4), ("data", "model"))
+    with jax.default_device(mesh.devices.flat[0]):
+        expected = gradients(layer, *jax.device_get((variables, x)), rec)
     with testing.on_mesh(mesh):
         on_mesh = jax.device_put((variables, x), NamedSharding(mesh, P()))
         got = gradients(layer, *on_mesh, rec, resource)
