@@ -128,6 +128,8 @@ TABLES: dict[str, tuple[str, Columns]] = {
         },
     ),
 }
+# What README shows of the layers.
+HEADLINE = ("gpt", "llama", "small", "llama-70b", "llama-packed")
 GLANCE = {
     "Flax bf16": "flax",
     "Flax FP8": "flax-fp8",
@@ -161,8 +163,10 @@ def section(document: dict) -> str:
 
 
 def at_a_glance(documents: list[dict]) -> str:
-    """ms and speed-up of each layer that was measured: of several results the one that keeps the GPU busy and has most
-    contenders, then what others have besides."""
+    """ms and speed-up of the HEADLINE layers that were measured.
+
+    Of several results that which keeps the GPU busy and has most contenders, then what others have besides.
+    """
     layers = [document for document in documents if document["benchmark"] == "layer"]
     layers.sort(key=lambda document: ("--turn" in document["command"], _contenders(document)), reverse=True)
     measured: dict[str, dict[str, dict]] = {}
@@ -185,7 +189,7 @@ def at_a_glance(documents: list[dict]) -> str:
     for title, contender in GLANCE.items():
         columns[title] = lambda config, contender=contender: cell(measured[config].get(contender))
     columns["temporaries: Flax, ours in bf16, in FP8"] = lambda config: temporaries(measured[config])
-    return table(columns, [config for config in SHAPES if config in measured]) + "\n" if measured else ""
+    return table(columns, [config for config in HEADLINE if config in measured]) + "\n" if measured else ""
 
 
 def _contenders(document: dict) -> int:
