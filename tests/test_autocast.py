@@ -159,3 +159,22 @@ def test_a_recipe_of_its_own_leaves_calibration_on():
     assert "gemm" in kernels()
     with te.autocast(False, calibrating=True):
         assert "gemm" not in kernels() and "dot_general" in kernels()
+
+
+def test_update_collections_keeps_states_of_what_was_not_called():
+    model, variables = model_and_variables(recipe.DelayedScaling())
+    state = variables[STATE_COLLECTION]["gemm_state"].replace(x=te.QuantizerState(5.0, jnp.ones(16)))
+    both = {STATE_COLLECTION: {"called": {"gemm_state": state}, "idle": {"gemm_state": state}}}
+
+    @jax.jit
+    def step(both):
+        def loss(both):
+            called = both[STATE_COLLECTION]["called"]
+            return jnp.sum(model.apply({"params": variables["params"], STATE_COLLECTION: called}, X))
+
+        return te.update_collections(jax.grad(loss)(both), both)
+
+    with te.autocast(True):
+        new = step(both)[STATE_COLLECTION]
+    jax.tree.map(np.testing.assert_array_equal, new["idle"]["gemm_state"], state)
+    assert new["called"]["gemm_state"].x.scale != 5

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from transformer_engine_jax.quantized import QuantizerStates
+
 
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Mapping[str, Any]:
     """`original` with the collections of `new` in place of its own, merged name by name.
+
+    The FP8 state of a module that the step did not call, whose gradient is zero, stays as it is.
 
     Args:
       new: collections or parts of them, such as the gradient of `_overwrite_with_gradient`.
@@ -27,6 +31,9 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> M
     merged = dict(original)
     for name, value in new.items():
         old = original.get(name)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[name] = update_collections(value, old) if both else value
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = update_collections(value, old)
+        elif isinstance(value, QuantizerStates):
+            value = value.or_where_unused(old)
+        merged[name] = value
     return merged if type(original) is dict else type(original)(merged)

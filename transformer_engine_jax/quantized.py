@@ -88,6 +88,12 @@ class QuantizerStates:
         """These with other states of some tensors."""
         return self.pack(**{**self.states(), **states})
 
+    def or_where_unused(self, old: Any):
+        """These after a step, but `old` where no output of it depended on them: to JAX the gradient then is zero."""
+        if type(old) is not type(self) or self.packed is None or jnp.shape(old.packed) != jnp.shape(self.packed):
+            return self
+        return type(self)(jnp.where(self.packed[..., 1:2] > 0, self.packed, old.packed))
+
     @classmethod
     def of(cls, states: Any) -> Any:
         """What a mapping stands for, as restored without a target; anything else as it is."""

@@ -84,3 +84,22 @@ def test_the_recipe_says_which_products_run_in_fp8(name):
         graph, state = nnx.split(make(n))
         names = {row.name for row in te.explain(lambda s, graph=graph: nnx.merge(graph, s)(X), state).rows}
         assert ("gemm" in names) is (n > 16) and ("dot_general" in names) is (n == 16)
+
+
+def test_update_state_keeps_states_of_what_was_not_called():
+    class Two(nnx.Module):
+        def __init__(self):
+            make = lambda: nnx.Linear(32, 16, dot_general=te_nnx.DotGeneral(DELAYED), rngs=RNGS)
+            self.called, self.idle = make(), make()
+
+        def __call__(self, x):
+            return self.called(x)
+
+    model = Two()
+    state = model.idle.dot_general.gemm_state.get_value().replace(x=te.QuantizerState(5.0, jnp.ones(4)))
+    for linear in (model.called, model.idle):
+        linear.dot_general.gemm_state.set_value(state)
+    _, (grads, _) = twins.step(twins.call, model, X)
+    te_nnx.update_state(model, grads)
+    testing.assert_same_bytes(model.idle.dot_general.gemm_state.get_value(), state)
+    assert model.called.dot_general.gemm_state.get_value().x.scale != 5

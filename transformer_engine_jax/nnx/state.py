@@ -36,6 +36,8 @@ def recipe_of_state(recipe: Recipe | None = None) -> DelayedScaling:
 def update_state(model: nnx.Module, grads: Any) -> Any:
     """Gives the model its next FP8 state, and buffers of `main_grads`; returns the gradients of its parameters.
 
+    The state of a module that the step did not call, whose gradient is zero, stays as it is.
+
     Args:
       model: updated in place.
       grads: of nnx.grad or nnx.value_and_grad with argnums=nnx.DiffState(0, te_nnx.TRAINED).
@@ -52,7 +54,10 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
             "update_state: grads: expected the FP8 state among the gradients, got none; "
             "differentiate with argnums=nnx.DiffState(0, te_nnx.TRAINED)"
         )
-    nnx.update(model, new)
+    flat, own = dict(nnx.to_flat_state(new)), dict(nnx.to_flat_state(nnx.state(model, Fp8State)))
+    for path in flat.keys() & own.keys():
+        flat[path] = flat[path].replace(flat[path].get_value().or_where_unused(own[path].get_value()))
+    nnx.update(model, nnx.from_flat_state(flat))
     return nnx.state(grads, nnx.Not(_OVERWRITTEN))
 
 
