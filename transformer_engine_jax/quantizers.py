@@ -158,7 +158,7 @@ def _check_states(states: QuantizerStates | None, recipe: DelayedScaling, tensor
         raise ValueError(
             f"quantizers: expected {tensors} states of scale f32[] and amax_history f32[{recipe.amax_history_len}] "
             f"(the recipe's amax_history_len), got {got} of f32{list(stacked)} and f32{[*stacked, length]}; "
-            "initialise the state under the recipe that it is used with"
+            "initialise the state under the recipe that it is used with, as te_flax.init_state does"
         )
 
 
