@@ -181,11 +181,13 @@ def test_equal_calls_are_compiled_once():
     parallel = ContextParallel("seq")
     options = Attention(scale=0.25, causal=True)
     compiled = lambda: shards._program.cache_info().misses
-    with testing.on_mesh(testing.mesh_of((2,), ("seq",))):
-        before = compiled()
-        for _ in range(2):
-            dot_product_attention(*QKV, options=options, context_parallel=parallel)
-        assert compiled() == before + 1
+    before, results = compiled(), []
+    for mesh in (testing.mesh_of((2,), ("seq",)), testing.mesh_of((2, 2), ("data", "seq"))):
+        with testing.on_mesh(mesh):
+            run = lambda: dot_product_attention(*QKV, options=options, context_parallel=parallel)
+            results += [jax.device_get(run()), jax.device_get(run())]
+    assert compiled() == before + 2
+    testing.assert_close(results[1:], results[:1] * 3, F32)
 
 
 def test_a_reordering_over_no_devices_says_so():

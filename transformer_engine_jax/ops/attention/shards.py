@@ -69,12 +69,16 @@ def on_axes(axes: Set[str], local: Callable, static: tuple, operands, in_specs, 
     operands = jax.tree.unflatten(tree, align(*leaves))
     operands = jax.tree.map(partial(placed, axes=axes), operands, in_specs)
     specs, specs_tree = jax.tree.flatten(in_specs, is_leaf=lambda x: isinstance(x, P))
-    return _program(local, static, mesh, tuple(specs), specs_tree, out_specs, frozenset(axes))(*operands)
+    here = jax.sharding.get_abstract_mesh()
+    return _program(local, static, mesh, here, tuple(specs), specs_tree, out_specs, frozenset(axes))(*operands)
 
 
 @functools.lru_cache(maxsize=256)
-def _program(local: Callable, static: tuple, mesh, specs: tuple, specs_tree, out_specs, axes: Set[str]) -> Callable:
-    """Kept, so that JAX traces and compiles equal calls once."""
+def _program(
+    local: Callable, static: tuple, mesh, here, specs: tuple, specs_tree, out_specs, axes: Set[str]
+) -> Callable:
+    """Kept, so that JAX traces and compiles equal calls once; `here` is the mesh that `mesh` None means."""
+    del here
     over = dict(in_specs=jax.tree.unflatten(specs_tree, specs), out_specs=out_specs, axis_names=set(axes))
     return jax.jit(jax.shard_map(partial(local, *static), mesh=mesh, check_vma=False, **over))
 
