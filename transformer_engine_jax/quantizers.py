@@ -233,10 +233,11 @@ def _keep_forward(_, states):
 
 def _keep_backward(_, states, cotangent):
     del cotangent
+    (state,) = states
+    if not isinstance(state, QuantizerStates):  # a part of one, as restored without a target
+        return (states,)
     # A sum of n states, as of calls that could not see one another, must not grow n times with every step.
-    one = lambda packed: packed / jnp.maximum(packed[..., 1:2], 1.0)
-    is_states = lambda x: isinstance(x, QuantizerStates)
-    return (jax.tree.map(lambda x: jax.tree.map(one, x) if is_states(x) else x, states, is_leaf=is_states),)
+    return ((type(state)(state.packed / jnp.maximum(state.packed[..., 1:2], 1.0)),),)
 
 
 _keep = differentiable(_keep_forward, _keep_backward)

@@ -1,4 +1,4 @@
-"""Every NNX module equals its Linen twin, bit for bit: values, gradients, next FP8 state; options, dropout, misuse."""
+"""Every NNX module equals its Linen twin, bit for bit: values, gradients, next FP8 state; options and dropout."""
 
 import emulated
 import flax.linen as nn
@@ -368,63 +368,3 @@ def test_dropout_has_the_right_mean_and_is_reproducible(field):
 def test_dropout_without_a_stream_says_what_to_do():
     with pytest.raises(ValueError, match="rngs: expected"):
         te_nnx.DotProductAttention(D, H, attention_dropout=0.1)
-
-
-# --- Misuse ----------------------------------------------------------------------------------------------------------
-
-MISUSE = {
-    "features": (lambda r: te_nnx.DenseGeneral(K, 0, rngs=r), "DenseGeneral.features: expected positive sizes"),
-    "in_features": (lambda r: te_nnx.DenseGeneral((K, 2), 4, rngs=r), "in_features: expected one for each axis"),
-    "wrong K": (lambda r: te_nnx.DenseGeneral(K + 1, 4, rngs=r)(X), r"kernel has K=\[33\] but x has K=\[32\]"),
-    "axes": (lambda r: te_nnx.DenseGeneral(K, 4, kernel_axes=("a",), rngs=r), "kernel: expected 2 logical axes"),
-    "norm": (lambda r: te_nnx.LayerNorm(K, layernorm_type="batch", rngs=r), "layernorm_type: expected one of"),
-    "no norm": (
-        lambda r: te_nnx.LayerNormMLP(K, enable_layernorm=False, layernorm_type="batch", rngs=r),
-        "layernorm_type: expected one of",
-    ),
-    "epsilon": (lambda r: te_nnx.RMSNorm(K, epsilon=-1, rngs=r), "epsilon: expected 0 or more, got -1"),
-    "scalar": (lambda r: te_nnx.LayerNorm(K, rngs=r)(1.0), "x: expected at least one axis, got a scalar"),
-    "depth_scaling": (lambda r: te_nnx.LayerNormDenseGeneral(K, 4, depth_scaling=0, rngs=r), "expected a divisor"),
-    "norm axis": (lambda r: te_nnx.LayerNormDenseGeneral(K, 4, axis=1, rngs=r), "axis: expected -1"),
-    "mlp axis": (lambda r: te_nnx.LayerNormMLP(K, axis=1, rngs=r), "axis: expected -1"),
-    "intermediate_dim": (lambda r: te_nnx.LayerNormMLP(K, intermediate_dim=8.0, rngs=r), "expected a positive integer"),
-    "mlp dropout": (
-        lambda r: te_nnx.LayerNormMLP(K, intermediate_hidden_dropout_dims=(7,), rngs=r)(X),
-        r"intermediate_hidden_dropout_dims: expected axes of 3, got \(7,\)",
-    ),
-    "layer dropout": (
-        lambda r: te_nnx.TransformerLayer(intermediate_dropout_dims=(9,), rngs=r),
-        r"axes of 3, got \(9,",
-    ),
-    "activation 3": (lambda r: te_nnx.LayerNormMLP(K, activations=(3,), rngs=r), "expected some of .*got 3"),
-    "groups": (lambda r: te_nnx.DotProductAttention(D, H, num_gqa_groups=0)(Q, Q, Q), "num_gqa_groups: expected a pos"),
-    "group method": (
-        lambda r: te_nnx.MultiHeadAttention(K, D, H, rotary_pos_emb_group_method="x", rngs=r),
-        "rotary_pos_emb_group_method: expected one of",
-    ),
-    "biases of no head": (lambda r: te_nnx.RelativePositionBiases(8, 20, 0, rngs=r), "num_attention_heads: expected a"),
-    "ignored mask": (lambda r: te_nnx.DotProductAttention(D, H)(Q, Q, Q, mask=jnp.ones((9, 9))), "mask: expected a sh"),
-    "activation": (lambda r: te_nnx.LayerNormMLP(K, activations=("nope",), rngs=r), "nope"),
-    "scope": (lambda r: te_nnx.MultiHeadAttention(K, D, H, low_rank_adaptation_scope="x", rngs=r), "expected one of"),
-    "keys of others": (lambda r: te_nnx.MultiHeadAttention(K, D, H, rngs=r)(X, Y), "expected None or inputs_q itself"),
-    "no keys": (lambda r: te_nnx.MultiHeadAttention(K, D, H, in_kv_features=24, rngs=r)(X), "expected an array"),
-    "hidden": (lambda r: te_nnx.TransformerLayer(hidden_size=30, rngs=r), "hidden_size=30 does not divide into 8"),
-    "encoded": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X, Y), "encoded: expected None, for layer_type=ENC"),
-    "no encoded": (lambda r: te_nnx.TransformerLayer(**DECODER, rngs=r)(X), "encoded: expected the encoder's output"),
-    "parallel decoder": (
-        lambda r: te_nnx.TransformerLayer(**DECODER, parallel_attention_mlp=True, rngs=r),
-        "expected False with layer_type",
-    ),
-    "rank": (lambda r: te_nnx.MultiHeadAttention(K, D, H, rngs=r)(X[0]), "inputs_q: expected .B, S, features"),
-    "qk_norm_type": (lambda r: te_nnx.MultiHeadAttention(K, D, H, qk_norm_type="x", rngs=r), "expected one of"),
-    "no cache": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X, decode=True), "call init_cache"),
-    "cache of a rank": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r).init_cache((B, S)), "input_shape: expected"),
-    "inputs": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X[0]), r"inputs: expected \[B, S, 32\]"),
-}
-
-
-@pytest.mark.parametrize("name", MISUSE)
-def test_misuse_says_what_is_wrong(name):
-    make, message = MISUSE[name]
-    with pytest.raises(ValueError, match=message):
-        make(nnx.Rngs(0, dropout=1))

@@ -97,9 +97,7 @@ def quantized_dot_general(
     recipe: Recipe | None, generate_quantizer_set: Callable, x, kernel, dimension_numbers, *args, **options
 ) -> jax.Array:
     """dot_general with the arguments of jax.lax.dot_general; in FP8 where the recipe says so of its sizes."""
-    with under(recipe):
-        on = current().recipe is not None
-        fp8, scope = in_fp8([dot_general_product(x, kernel, dimension_numbers)] if on else [])
+    fp8, scope = _decided(recipe, x, kernel, lambda: dimension_numbers)
     quantizers = generate_quantizer_set(fp8=fp8)
     with scope:
         if quantizers is None:
@@ -111,15 +109,18 @@ def quantized_einsum(
     recipe: Recipe | None, generate_quantizer_set: Callable, equation: str, x, kernel, **options
 ) -> jax.Array:
     """einsum with the arguments of jax.numpy.einsum; likewise."""
-    with under(recipe):
-        on = current().recipe is not None
-        numbers = as_dot_general(equation, x, kernel)[0] if on else None
-        fp8, scope = in_fp8([dot_general_product(x, kernel, numbers)] if on else [])
+    fp8, scope = _decided(recipe, x, kernel, lambda: as_dot_general(equation, x, kernel)[0])
     quantizers = generate_quantizer_set(fp8=fp8)
     with scope:
         if quantizers is None:
             return jnp.einsum(equation, x, kernel, **options)
         return _as_asked(einsum(equation, x, kernel, quantizers=quantizers), **options)
+
+
+def _decided(recipe: Recipe | None, x, kernel, dimension_numbers: Callable):
+    """`in_fp8` of a product under a recipe; where none is on, what is wrong with its axes is JAX's to say."""
+    with under(recipe):
+        return in_fp8([] if current().recipe is None else [dot_general_product(x, kernel, dimension_numbers())])
 
 
 def _as_asked(y: jax.Array, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:

@@ -12,14 +12,13 @@ from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
     arrays,
-    check_dense,
-    check_quantizers,
     dense,
     dense_backward,
     dense_forward,
     gathered_input,
     quantize_gradient,
 )
+from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers
 from transformer_engine_jax.ops.layernorm import (
     Norm,
     NormSaved,

@@ -26,15 +26,13 @@ from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
     arrays,
-    check_dense,
-    check_quantizers,
-    check_residual,
     dense,
     dense_backward,
     dense_forward,
     quantize_gradient,
     quantize_input,
 )
+from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers, check_residual
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward, transposed_now, transposes_later
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked

@@ -18,7 +18,6 @@ from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
     arrays,
-    check_dense,
     dense,
     dense_backward,
     forward_matmul,
@@ -30,6 +29,7 @@ from transformer_engine_jax.ops.dense import (
     quantize_kernel,
     save,
 )
+from transformer_engine_jax.ops.dense_checks import check_dense
 from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward, transposed_now, transposes_later
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
