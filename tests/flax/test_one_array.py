@@ -16,7 +16,7 @@ import transformer_engine_jax as te
 from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.flax import DotProductAttention, MultiHeadAttention, TransformerLayer
 from transformer_engine_jax.flax import attention as module_of_mha
-from transformer_engine_jax.flax.attention_stages import in_one_array, rotations
+from transformer_engine_jax.modules.attention import in_one_array, rotations
 
 B, S, H, D = 2, 32, 4, 16
 HIDDEN = H * D

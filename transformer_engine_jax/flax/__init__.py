@@ -15,7 +15,8 @@ from transformer_engine_jax.flax.mlp import LayerNormMLP
 from transformer_engine_jax.flax.relative_positions import RelativePositionBiases
 from transformer_engine_jax.flax.softmax import Softmax, SoftmaxFusionType
 from transformer_engine_jax.flax.state import init_state
-from transformer_engine_jax.flax.transformer import TransformerLayer, TransformerLayerType
+from transformer_engine_jax.flax.transformer import TransformerLayer
+from transformer_engine_jax.modules.transformer import TransformerLayerType
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.sharding import extend_logical_axis_rules
 

@@ -6,45 +6,38 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.attention_stages import (
-    CHECKPOINT_NAMES,
+from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, LayerNormDenseParts
+from transformer_engine_jax.flax.dot_product_attention import DotProductAttention
+from transformer_engine_jax.flax.layernorm import LayerNorm
+from transformer_engine_jax.modules.attention import (
     QK_NORMS,
     SCOPES,
-    adapts,
+    axes_of,
+    by_head,
     check_kind,
     check_ranks,
+    core_fields,
+    heads_joined,
     in_one_array,
-    l2norm,
-    named_results,
+    normed_and_turned,
+    output_fields,
     own_order,
     positions,
-    rotated,
+    project,
+    projections,
+    qk_norm_fields,
     rotated_qkv,
     rotations,
-    unstacked,
 )
-from transformer_engine_jax.flax.base import (
-    canonical_tuple,
-    check_common,
-    check_positive,
-    default_kernel_init,
-    flat_kernel_init,
-)
-from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, Projection
-from transformer_engine_jax.flax.dot_product_attention import DotProductAttention, one_of
-from transformer_engine_jax.flax.layernorm import LayerNorm
+from transformer_engine_jax.modules.checks import check_common, check_positive, one_of
+from transformer_engine_jax.modules.dense import ProjectionParts
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
 from transformer_engine_jax.ops.dropout import Residual
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
-from transformer_engine_jax.precision import Product, in_fp8
-from transformer_engine_jax.quantizers import keep
-from transformer_engine_jax.sharding import activation_axes, constrain
+from transformer_engine_jax.sharding import constrain
 
 
 class MultiHeadAttention(nn.Module):
@@ -144,7 +137,7 @@ class MultiHeadAttention(nn.Module):
         others = mask, bias, sequence_descriptor, decode or None
         in_one = is_self and in_one_array(self, self._core_attention(parent=None).options(), inputs_q, turns, others)
         results, normed, past = self._project(inputs_q, inputs_kv, residual, split=not in_one)
-        results, start = [self._by_head(x) for x in results], None
+        results, start = [by_head(self, x) for x in results], None
         if in_one:
             results = [rotated_qkv(self, turns[0], *results)]
         else:
@@ -154,33 +147,11 @@ class MultiHeadAttention(nn.Module):
             *results, sequence_descriptor=sequence_descriptor, bias=bias, mask=mask, deterministic=deterministic,
             cache_index=start if is_self else None,
         )  # fmt: skip
-        context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
         out = DenseGeneral(
-            features=inputs_q.shape[-1],
-            kernel_init=self.kernel_init,
-            kernel_axes=("heads", "embed"),
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            bias_axes=("embed",),
-            enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, "output_proj"),
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            input_axes=self._axes("heads"),
-            output_axes=self._axes(between=True),
-            name="out",
-        )(
-            jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context,
-            past if residual is True else None,
-        )
-        out = constrain(checkpoint_name(out, "out_proj"), self._axes(between=True))
+            inputs_q.shape[-1], self.kernel_init, bias_init=self.bias_init, name="out", **output_fields(self)
+        )(heads_joined(self, context), past if residual is True else None)
+        out = constrain(checkpoint_name(out, "out_proj"), axes_of(self, between=True))
         return residual(out, past) if callable(residual) else out, normed
-
-    def _axes(self, features: str = "embed_activations", between: bool = False) -> tuple[str, ...]:
-        """Logical axes of activations at a product or, sharded along the sequence, between products."""
-        if not self.enable_sequence_parallel:
-            return ()
-        return activation_axes(features, transposed=self.transpose_batch_sequence, sequence_parallel=between)
 
     def _turned(self, query, key, value, is_self: bool, turns, decode: bool, sequences):
         """([query, key, value] turned and normed, in decoding those of the cache; the first token's place in it)."""
@@ -191,33 +162,16 @@ class MultiHeadAttention(nn.Module):
             index.value = start + (query.shape[1] if cached else 0)
         sequences = sequences if "padding" in self.attn_mask_type else None
         at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
-        query = self._normed_and_turned("query_norm", query, turns[0], at_q)
-        key = self._normed_and_turned("key_norm", key, turns[1], at_k if is_self or start is None else None)
+        query = normed_and_turned(self, self._qk_norm("query_norm"), query, turns[0], at_q)
+        at_k = at_k if is_self or start is None else None
+        key = normed_and_turned(self, self._qk_norm("key_norm"), key, turns[1], at_k)
         if decode and is_self:
             key, value = self._cached(key, value, start, cached)
         return [query, key, value], start
 
-    def _by_head(self, x) -> jax.Array:
-        """x [B, S, .., heads * head_dim], or transposed, as [B, S, .., heads, head_dim]."""
-        x = x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
-        return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
-
-    def _normed_and_turned(self, name: str, x, turn, at) -> jax.Array:
-        if not self.qk_norm_before_rope:
-            x = rotated(self, turn, x, at)
-        if self.qk_norm_type == "l2norm":
-            x = l2norm(x, self.qk_norm_epsilon)
-        elif self.qk_norm_type is not None:
-            x = LayerNorm(
-                epsilon=self.qk_norm_epsilon,
-                layernorm_type=self.qk_norm_type,
-                zero_centered_gamma=self.zero_centered_gamma,
-                scale_axes=(None,),
-                bias_axes=(None,),
-                dtype=self.dtype,
-                name=name,
-            )(x)
-        return rotated(self, turn, x, at) if self.qk_norm_before_rope else x
+    @nn.nowrap
+    def _qk_norm(self, name: str) -> LayerNorm | None:
+        return None if self.qk_norm_type in (None, "l2norm") else LayerNorm(name=name, **qk_norm_fields(self))
 
     def _cache(self, name: str, shape, dtype) -> nn.Variable:
         if not self.is_mutable_collection("cache"):
@@ -239,117 +193,27 @@ class MultiHeadAttention(nn.Module):
 
     @nn.nowrap
     def _core_attention(self, **fields) -> DotProductAttention:
-        return DotProductAttention(
-            head_dim=self.head_dim,
-            num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=self.attention_dropout,
-            attn_mask_type=self.attn_mask_type,
-            attn_bias_type=self.attn_bias_type,
-            dropout_rng_name=self.dropout_rng_name,
-            float32_logits=self.float32_logits,
-            scale_factor=None if self.scale_attn_logits else 1.0,
-            window_size=self.window_size,
-            softmax_type=self.softmax_type,
-            score_mod=self.score_mod,
-            checkpoint_core_attention=self.checkpoint_core_attention,
-            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
-            context_parallel_axis=self.context_parallel_axis,
-            context_parallel_strategy=self.context_parallel_strategy,
-            **{"name": "core_attention", **fields},
-        )
+        return DotProductAttention(**core_fields(self) | {"name": "core_attention"} | fields)
 
     def _project(self, inputs_q, inputs_kv, residual: Residual, split: bool):
-        """([query, key, value], normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
-
-        Not split, they are one [.., 3, heads * head_dim]. Those of self-attention share one quantized copy of the
-        norm's output, where no more of it is asked for.
-        """
+        """As modules.attention.project."""
         is_self = inputs_q is inputs_kv
-        layout = self._layout(is_self)
-        if is_self and not (self.return_layernorm_output or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
-            return self._project_together(inputs_q, layout, residual, split)
-        (name, features, init), *others = layout
-        wants_norm = self.return_layernorm_output or (is_self and bool(others))
-        first = self._projection(
-            LayerNormDenseGeneral, name, features, init,
-            layernorm_input_axes=self._axes(between=True), dot_input_axes=self._axes(),
-            return_layernorm_output=wants_norm, **self._norm_fields,
-        )  # fmt: skip
-        y, normed = first(inputs_q)
-        outputs = [checkpoint_name(y, CHECKPOINT_NAMES[name])]
-        source = normed if is_self else inputs_kv
-        for name, features, init in others:
-            y = self._projection(DenseGeneral, name, features, init, input_axes=self._axes())(source)
-            outputs.append(checkpoint_name(y, CHECKPOINT_NAMES[name]))
-        if split:
-            outputs = [part for y, (_, features, _) in zip(outputs, layout) for part in unstacked(y, features)]
-        return outputs, normed if self.return_layernorm_output else None, inputs_q if residual else None
+        layout = projections(self, self.kernel_init, is_self)
 
-    @nn.nowrap
-    def _project_together(self, x, layout, residual: Residual, split: bool):
-        fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(features)) for _, features, _ in layout])
-        fields = [self._norm_fields, *[{"enable_layernorm": False}] * (len(layout) - 1)]
-        parts = [
-            self._projection(Projection, *of, inputs=x.shape[-1], fp8=fp8, **norm).parts
-            for of, norm in zip(layout, fields)
-        ]
-        with scope:
-            results, past = layernorm_projections(
-                x,
-                parts[0].gamma,
-                parts[0].beta,
-                [part.kernel for part in parts],
-                [part.bias for part in parts],
-                norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
-                quantizers=[part.quantizers for part in parts] if fp8 else None,
-                return_input=bool(residual),
-                split=split,
-                norm_input_axes=self._axes(between=True),
-                dot_input_axes=self._axes(),
-                kernel_axes=[part.kernel_axes for part in parts],
-            )
-        results = named_results(results, [(name, features) for name, features, _ in layout], split)
-        return [keep(results[0], [part.unused for part in parts]), *results[1:]], None, past
+        def modules() -> list[nn.Module]:
+            kinds = [LayerNormDenseGeneral, *[DenseGeneral] * (len(layout) - 1)]
+            return [
+                kind(p.features, bias_init=self.bias_init, name=p.name, **p.product, **p.source)
+                for kind, p in zip(kinds, layout)
+            ]
 
-    @nn.nowrap
-    def _layout(self, is_self: bool) -> list[tuple[str, int | tuple[int, int], Callable]]:
-        """(name, features, kernel_init) of each projection."""
-        width_q = self.num_attention_heads * self.head_dim
-        width_kv = (self.num_gqa_groups or self.num_attention_heads) * self.head_dim
-        init = self.kernel_init or default_kernel_init
-        scaled = self.scaled_query_init and not self.scale_attn_logits
-        query_scale = float(self.head_dim**-0.5) if scaled else 1.0
-        if self.fuse_qkv_params and is_self and width_q == width_kv:
-            return [("qkv", (3, width_q), flat_kernel_init(init, 1, scales=(query_scale, 1.0, 1.0)))]
-        query = ("query", width_q, flat_kernel_init(init, 1, scales=(query_scale,)))
-        if self.fuse_qkv_params:
-            return [query, ("kv", (2, width_kv), flat_kernel_init(init, 1, scales=(1.0, 1.0)))]
-        return [query, ("key", width_kv, init), ("value", width_kv, init)]
+        def parts(fp8: bool) -> list[ProjectionParts]:
+            common = dict(inputs=inputs_q.shape[-1], fp8=fp8, bias_init=self.bias_init)
+            norms = [layout[0].source, *[dict(enable_layernorm=False)] * (len(layout) - 1)]
+            return [
+                LayerNormDenseParts(p.features, name=p.name, **common, **p.product, **norm).parts
+                for p, norm in zip(layout, norms)
+            ]
 
-    @property
-    def _norm_fields(self) -> dict[str, Any]:
-        return dict(
-            enable_layernorm=self.input_layernorm,
-            layernorm_type=self.layernorm_type,
-            epsilon=self.layernorm_epsilon,
-            zero_centered_gamma=self.zero_centered_gamma,
-        )
-
-    @nn.nowrap
-    def _projection(self, module: type, name: str, features, kernel_init, **fields):
-        stacked = isinstance(features, tuple)
-        return module(
-            features=features,
-            kernel_init=kernel_init,
-            kernel_axes=("embed", "qkv", "heads") if stacked else ("embed", "heads"),
-            use_bias=self.use_bias,
-            bias_init=self.bias_init,
-            bias_axes=("qkv", "heads") if stacked else ("heads",),
-            enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, "qkv_proj"),
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            name=name,
-            **fields,
-        )
+        names = [(p.name, p.features) for p in layout]
+        return project(self, inputs_q, inputs_kv, is_self, names, modules, parts, residual, split)

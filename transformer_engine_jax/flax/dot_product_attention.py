@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import Fp8Module, check_positive, check_rate, one_of, with_axes
+from transformer_engine_jax.flax.base import Fp8Module, with_axes
+from transformer_engine_jax.modules.attention import context_parallel
+from transformer_engine_jax.modules.checks import check_positive, check_rate, one_of
 from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
-from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES, ContextParallel
+from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES
 from transformer_engine_jax.ops.attention.decode import decode_attention
 from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
 from transformer_engine_jax.ops.attention.op import check_broadcast
@@ -23,20 +25,6 @@ from transformer_engine_jax.quantizers import keep
 
 # "causal_padding" too: both orders of the words are in use.
 MASK_NAMES = (*MASK_TYPES, "causal_padding", "causal_bottom_right_padding")
-
-
-def context_parallel(module) -> ContextParallel | None:
-    """How the sequence is sharded, by the fields of an attention module; None where no mesh axis shards it."""
-    axis, strategy = module.context_parallel_axis, module.context_parallel_strategy
-    balanced = module.context_parallel_causal_load_balanced
-    if axis:
-        return ContextParallel(axis, strategy, balanced)
-    if strategy != "DEFAULT" or balanced:
-        raise ValueError(
-            f"{type(module).__name__}.context_parallel_axis: expected the mesh axis that shards the sequence, for "
-            f"context_parallel_strategy={strategy!r} and context_parallel_causal_load_balanced={balanced}, got ''"
-        )
-    return None
 
 
 class DotProductAttention(Fp8Module):

@@ -9,7 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.flax.base import Fp8Module, last_size
+from transformer_engine_jax.flax.base import Fp8Module
+from transformer_engine_jax.modules.checks import last_size
 from transformer_engine_jax.ops.layernorm import Norm, norm
 
 

@@ -8,26 +8,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import (
-    Fp8Module,
-    canonical_tuple,
-    check_dims,
-    check_positive,
-    check_rate,
-    default_kernel_init,
-    flat_kernel_init,
-    last_size,
-)
-from transformer_engine_jax.ops.activation import activation, fused_activation
-from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.flax.base import Fp8Module
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.modules.checks import canonical_tuple, check_dims, check_positive, check_rate, last_size
+from transformer_engine_jax.modules.mlp import MlpParameters, run_mlp
+from transformer_engine_jax.ops.activation import fused_activation
 from transformer_engine_jax.ops.dropout import Residual, drop
-from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
-from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
-from transformer_engine_jax.precision import in_fp8, mlp_products
-from transformer_engine_jax.quantizers import keep
-from transformer_engine_jax.sharding import constrain
 
 
 class LayerNormMLP(Fp8Module):
@@ -96,81 +83,27 @@ class LayerNormMLP(Fp8Module):
         check_dims(self, "intermediate_hidden_dropout_dims", x.ndim)
         activations = canonical_tuple(self.activations)
         fused_activation(activations, self.activation_params)  # raises where one is unknown, or none given
-        hidden, count = last_size(self, x), len(activations)
-        options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
-        gamma, beta = self.make_norm(hidden, self.dtype)
-        kernels, (bias_1, bias) = self._make_kernels(hidden, count)
-        biases = (bias_1, None if self.return_bias else bias)
-        fp8, scope = in_fp8(*mlp_products(x, count, self.intermediate_dim))
-        first, unused_1 = self.gemm_quantizers("gemm_1", fp8, self.quantization_checkpoint_name)
-        second, unused_2 = self.gemm_quantizers("gemm_2", fp8, self.quantization_checkpoint_name)
-        dropout = self.intermediate_dropout_rate > 0 and not deterministic
-        normed = None
-        with scope:
-            if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation):
-                y = layernorm_mlp(
-                    x,
-                    gamma,
-                    beta,
-                    kernels,
-                    biases,
-                    activations=activations,
-                    activation_params=self.activation_params,
-                    norm_options=options,
-                    quantizers=(first, second) if fp8 else None,
-                    names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
-                    residual=residual is True,
-                    return_input=callable(residual),
-                    norm_input_axes=self.layernorm_input_axes,
-                    dot_1_input_axes=self.dot_1_input_axes,
-                    dot_2_input_axes=self.dot_2_input_axes,
-                    kernel_axes=(self.kernel_axes_1, self.kernel_axes_2),
-                )
-                y, past = y if callable(residual) else (y, None)
-            else:
-                x = constrain(x, self.layernorm_input_axes)
-                normed, past = norm_and_input(options, x, gamma, beta, bool(residual))
-                added = past if residual is True else None
-                y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, added)
-        y, returned = keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
-        y = residual(y, past) if callable(residual) else y
-        return (y, bias, returned) if self.return_bias else (y, returned)
+        parameters = self._make_parameters(last_size(self, x), len(activations))
+        drop_some = self._drop if self.intermediate_dropout_rate > 0 and not deterministic else None
 
-    def _make_kernels(self, hidden: int, count: int):
+        def adapt(i: int, x: jax.Array) -> jax.Array:
+            return self.low_rank(x, 1, parameters.kernels[i].shape[1:], self.dtype, ("wi_", "wo_")[i])
+
+        return run_mlp(self, x, parameters, residual, drop_some, adapt if self.enable_low_rank_adaptation else None)
+
+    def _make_parameters(self, hidden: int, count: int) -> MlpParameters:
+        norm = self.make_norm(hidden, self.dtype)
         init = self.kernel_init or default_kernel_init
         shape_1, shape_2 = (hidden, count, self.intermediate_dim), (self.intermediate_dim, hidden)
         init_1 = flat_kernel_init(init, 1, scales=(1.0,) * count)
         wi = self.make_kernel("wi_kernel", init_1, self.kernel_axes_1, shape_1, self.dtype)
         wo = self.make_kernel("wo_kernel", init, self.kernel_axes_2, shape_2, self.dtype)
-        if not self.use_bias:
-            return (wi, wo), (None, None)
-        wi_bias = self.make_param("wi_bias", self.bias_init, self.bias_axes_1, shape_1[1:], self.dtype)
-        wo_bias = self.make_param("wo_bias", self.bias_init, self.bias_axes_2, shape_2[1:], self.dtype)
-        return (wi, wo), (wi_bias, wo_bias)
+        wi_bias = wo_bias = None
+        if self.use_bias:
+            wi_bias = self.make_param("wi_bias", self.bias_init, self.bias_axes_1, shape_1[1:], self.dtype)
+            wo_bias = self.make_param("wo_bias", self.bias_init, self.bias_axes_2, shape_2[1:], self.dtype)
+        return MlpParameters(*norm, (wi, wo), (wi_bias, wo_bias))
 
-    def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool, residual) -> jax.Array:
-        def product(i: int, x, axes, name: str, residual=None):
-            y = dense(
-                x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual, input_axes=axes,
-                kernel_axes=(self.kernel_axes_1, self.kernel_axes_2)[i],
-            )  # fmt: skip
-            y = checkpoint_name(y, name)
-            if self.enable_low_rank_adaptation:
-                prefix = ("wi_", "wo_")[i]
-                y = y + self.low_rank(
-                    x,
-                    1,
-                    kernels[i].shape[1:],
-                    self.low_rank_adaptation_dim,
-                    self.low_rank_adaptation_alpha,
-                    self.dtype,
-                    prefix,
-                )
-            return y
-
-        z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
-        a = activation(z, canonical_tuple(self.activations), self.activation_params)
-        if dropout:
-            key = self.make_rng(self.intermediate_dropout_rng_name)
-            a = drop(a, key, self.intermediate_dropout_rate, self.intermediate_hidden_dropout_dims)
-        return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name, residual)
+    def _drop(self, a: jax.Array) -> jax.Array:
+        key = self.make_rng(self.intermediate_dropout_rng_name)
+        return drop(a, key, self.intermediate_dropout_rate, self.intermediate_hidden_dropout_dims)

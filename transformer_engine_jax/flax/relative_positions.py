@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.flax.base import check_positive, with_axes
+from transformer_engine_jax.flax.base import with_axes
+from transformer_engine_jax.modules.checks import check_positive
 
 SIZES = ("num_buckets", "max_distance", "num_attention_heads")
 

@@ -26,7 +26,7 @@ with in_axes=None its amaxes of one step add up, and its scales are as much smal
 """
 
 from transformer_engine_jax.flax.softmax import SoftmaxFusionType
-from transformer_engine_jax.flax.transformer import TransformerLayerType
+from transformer_engine_jax.modules.transformer import TransformerLayerType
 from transformer_engine_jax.nnx.attention import MultiHeadAttention
 from transformer_engine_jax.nnx.convert import from_linen, to_linen
 from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral

@@ -12,37 +12,34 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.attention_stages import (
-    CHECKPOINT_NAMES,
+from transformer_engine_jax.modules.attention import (
     QK_NORMS,
     SCOPES,
-    adapts,
+    axes_of,
+    by_head,
     check_ranks,
+    core_fields,
+    heads_joined,
     in_one_array,
-    l2norm,
-    named_results,
+    normed_and_turned,
+    output_fields,
     own_order,
     positions,
-    rotated,
+    project,
+    projections,
+    qk_norm_fields,
     rotated_qkv,
     rotations,
-    unstacked,
 )
-from transformer_engine_jax.flax.base import canonical_tuple, check_positive
-from transformer_engine_jax.flax.dot_product_attention import one_of
-from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
-from transformer_engine_jax.nnx.base import Fp8Module, array, module
+from transformer_engine_jax.modules.checks import check_positive, one_of
+from transformer_engine_jax.nnx.base import Fp8Module, module
 from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral
 from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
 from transformer_engine_jax.ops.dropout import Residual
-from transformer_engine_jax.ops.layernorm import Norm
-from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
-from transformer_engine_jax.precision import Product, in_fp8
-from transformer_engine_jax.quantizers import keep
-from transformer_engine_jax.sharding import activation_axes, constrain
+from transformer_engine_jax.sharding import constrain
 
 
 @module
@@ -104,110 +101,23 @@ class MultiHeadAttention(Fp8Module):
         one_of(self, "qk_norm_type", QK_NORMS)
         check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups")
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
-        self._make_projections(kernel_init or default_kernel_init, bias_init, rngs)
-        self.core_attention = DotProductAttention(
-            head_dim=self.head_dim,
-            num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=self.attention_dropout,
-            attn_mask_type=self.attn_mask_type,
-            attn_bias_type=self.attn_bias_type,
-            dropout_rng_name=self.dropout_rng_name,
-            float32_logits=self.float32_logits,
-            scale_factor=None if self.scale_attn_logits else 1.0,
-            window_size=self.window_size,
-            softmax_type=self.softmax_type,
-            score_mod=self.score_mod,
-            checkpoint_core_attention=self.checkpoint_core_attention,
-            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
-            context_parallel_axis=self.context_parallel_axis,
-            context_parallel_strategy=self.context_parallel_strategy,
-            rngs=rngs,
-        )
+        inits, is_self = dict(bias_init=bias_init, rngs=rngs), self.in_kv_features is None
+        first, *others = projections(self, kernel_init, is_self)
+        normed = LayerNormDenseGeneral(self.in_features, first.features, **first.product, **first.source, **inits)
+        setattr(self, first.name, normed)
+        inputs = self.in_features if is_self else self.in_kv_features
+        for p in others:
+            setattr(self, p.name, DenseGeneral(inputs, p.features, **p.product, **p.source, **inits))
+        self.core_attention = DotProductAttention(**core_fields(self), rngs=rngs)
         for name in ("query_norm", "key_norm"):
             setattr(self, name, self._make_qk_norm(rngs))
-        self.out = DenseGeneral(
-            self.num_attention_heads * self.head_dim,
-            self.in_features,
-            kernel_init=kernel_init,
-            kernel_axes=("heads", "embed"),
-            bias_axes=("embed",),
-            input_axes=self._axes("heads"),
-            output_axes=self._axes(between=True),
-            **self._product_fields("output_proj", bias_init, rngs),
-        )
+        width = self.num_attention_heads * self.head_dim
+        self.out = DenseGeneral(width, self.in_features, kernel_init=kernel_init, **output_fields(self), **inits)
 
     def _make_qk_norm(self, rngs) -> LayerNorm | None:
         if self.qk_norm_type in (None, "l2norm"):
             return nnx.data(None)
-        return LayerNorm(
-            self.head_dim,
-            epsilon=self.qk_norm_epsilon,
-            layernorm_type=self.qk_norm_type,
-            zero_centered_gamma=self.zero_centered_gamma,
-            scale_axes=(None,),
-            bias_axes=(None,),
-            dtype=self.dtype,
-            rngs=rngs,
-        )
-
-    def _axes(self, features: str = "embed_activations", between: bool = False) -> tuple[str, ...]:
-        """Logical axes of activations at a product or, sharded along the sequence, between products."""
-        if not self.enable_sequence_parallel:
-            return ()
-        return activation_axes(features, transposed=self.transpose_batch_sequence, sequence_parallel=between)
-
-    def _product_fields(self, projection: str, bias_init, rngs) -> dict[str, Any]:
-        return dict(
-            use_bias=self.use_bias,
-            bias_init=bias_init,
-            enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, projection),
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            rngs=rngs,
-        )
-
-    def _make_projections(self, init, bias_init, rngs) -> None:
-        """`qkv`, or `query` and `kv`, or `query`, `key` and `value`; the first of them has the norm."""
-        width_q = self.num_attention_heads * self.head_dim
-        width_kv = (self.num_gqa_groups or self.num_attention_heads) * self.head_dim
-        is_self = self.in_kv_features is None
-        scaled = self.scaled_query_init and not self.scale_attn_logits
-        query_scale = float(self.head_dim**-0.5) if scaled else 1.0
-        common = self._product_fields("qkv_proj", bias_init, rngs)
-
-        def normed(features, scales: tuple[float, ...], axes: tuple[str, ...], wants_norm: bool):
-            return LayerNormDenseGeneral(
-                self.in_features,
-                features,
-                kernel_init=flat_kernel_init(init, 1, scales=scales),
-                kernel_axes=("embed", *axes),
-                bias_axes=axes,
-                enable_layernorm=self.input_layernorm,
-                layernorm_type=self.layernorm_type,
-                epsilon=self.layernorm_epsilon,
-                zero_centered_gamma=self.zero_centered_gamma,
-                return_layernorm_output=wants_norm,
-                layernorm_input_axes=self._axes(between=True),
-                dot_input_axes=self._axes(),
-                **common,
-            )
-
-        def plain(features, kernel_init, axes: tuple[str, ...]):
-            size = self.in_features if is_self else self.in_kv_features
-            fields = dict(kernel_init=kernel_init, kernel_axes=("embed", *axes), bias_axes=axes, **common)
-            return DenseGeneral(size, features, input_axes=self._axes(), **fields)
-
-        if self.fuse_qkv_params and is_self and width_q == width_kv:
-            scales = (query_scale, 1.0, 1.0)
-            self.qkv = normed((3, width_q), scales, ("qkv", "heads"), self.return_layernorm_output)
-            return
-        self.query = normed(width_q, (query_scale,), ("heads",), self.return_layernorm_output or is_self)
-        if self.fuse_qkv_params:
-            self.kv = plain((2, width_kv), flat_kernel_init(init, 1, scales=(1.0, 1.0)), ("qkv", "heads"))
-        else:
-            self.key, self.value = plain(width_kv, init, ("heads",)), plain(width_kv, init, ("heads",))
+        return LayerNorm(self.head_dim, **qk_norm_fields(self), rngs=rngs)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
         """Makes an empty KV cache, nnx.Cache variables, for calls with decode=True.
@@ -263,7 +173,7 @@ class MultiHeadAttention(Fp8Module):
         options = self.core_attention.as_linen(attn_mask_type=mask_type).options()
         in_one = is_self and in_one_array(self, options, inputs_q, turns, others)
         results, normed, past = self._project(inputs_q, inputs_kv, residual, split=not in_one)
-        results, start = [self._by_head(x) for x in results], None
+        results, start = [by_head(self, x) for x in results], None
         if in_one:
             results = [rotated_qkv(self, turns[0], *results)]
         else:
@@ -273,18 +183,16 @@ class MultiHeadAttention(Fp8Module):
             *results, sequence_descriptor=sequence_descriptor, bias=bias, mask=mask, deterministic=deterministic,
             cache_index=start if is_self else None, attn_mask_type=mask_type, qkv_layout="bs3hd" if in_one else None,
         )  # fmt: skip
-        context = context.reshape(*context.shape[:2], self.num_attention_heads * self.head_dim)
-        context = jnp.swapaxes(context, 0, 1) if self.transpose_batch_sequence else context
-        out = self.out(context, past if residual is True else None)
-        out = constrain(checkpoint_name(out, "out_proj"), self._axes(between=True))
+        out = self.out(heads_joined(self, context), past if residual is True else None)
+        out = constrain(checkpoint_name(out, "out_proj"), axes_of(self, between=True))
         return residual(out, past) if callable(residual) else out, normed
 
     def _turned(self, query, key, value, is_self: bool, turns, decode: bool, sequences):
         """([query, key, value] turned and normed, in decoding those of the cache; the first token's place in it)."""
         start = self._advance(query.shape[1]) if decode and (is_self or turns[0] is not None) else None
         at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
-        query = self._normed_and_turned(self.query_norm, query, turns[0], at_q)
-        key = self._normed_and_turned(self.key_norm, key, turns[1], at_k if is_self or start is None else None)
+        query = normed_and_turned(self, self.query_norm, query, turns[0], at_q)
+        key = normed_and_turned(self, self.key_norm, key, turns[1], at_k if is_self or start is None else None)
         if decode and is_self:
             cache = KVCache(self.cached_key.get_value(), self.cached_value.get_value(), start).append(key, value)
             key, value = cache.key, cache.value
@@ -303,56 +211,11 @@ class MultiHeadAttention(Fp8Module):
         self.cache_index.set_value(start + tokens)
         return start
 
-    def _by_head(self, x) -> jax.Array:
-        """x [B, S, .., heads * head_dim], or transposed, as [B, S, .., heads, head_dim]."""
-        x = x.reshape(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
-        return jnp.swapaxes(x, 0, 1) if self.transpose_batch_sequence else x
-
-    def _normed_and_turned(self, norm: LayerNorm | None, x, turn, at) -> jax.Array:
-        if not self.qk_norm_before_rope:
-            x = rotated(self, turn, x, at)
-        if self.qk_norm_type is not None:
-            x = l2norm(x, self.qk_norm_epsilon) if norm is None else norm(x)
-        return rotated(self, turn, x, at) if self.qk_norm_before_rope else x
-
     def _project(self, inputs_q, inputs_kv, residual: Residual, split: bool):
-        """([query, key, value], normed inputs_q or None, inputs_q or None), the first three [.., heads * head_dim].
-
-        Not split, they are one [.., 3, heads * head_dim]. Those of self-attention share one quantized copy of the
-        norm's output, where no more of it is asked for.
-        """
-        is_self = self.in_kv_features is None
+        """As modules.attention.project."""
         names = [name for name in ("qkv", "query", "kv", "key", "value") if hasattr(self, name)]
-        projections = [getattr(self, name) for name in names]
-        if is_self and not (self.return_layernorm_output or adapts(self.low_rank_adaptation_scope, "qkv_proj")):
-            return self._project_together(inputs_q, names, projections, residual, split)
-        y, normed = projections[0](inputs_q)
-        source = normed if is_self else inputs_kv
-        outputs = [y, *[projection(source) for projection in projections[1:]]]
-        outputs = [checkpoint_name(y, CHECKPOINT_NAMES[name]) for y, name in zip(outputs, names)]
-        if split:
-            outputs = [part for y, p in zip(outputs, projections) for part in unstacked(y, p.features)]
-        return outputs, normed if self.return_layernorm_output else None, inputs_q if residual else None
-
-    def _project_together(self, x, names, projections, residual: Residual, split: bool):
-        kernels_and_biases = [projection._kernel_and_bias() for projection in projections]
-        fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(projection.features)) for projection in projections])
-        quantizers, unused = zip(*[projection.gemm_quantizers("gemm", fp8) for projection in projections])
-        norm = projections[0]
-        with scope:
-            results, past = layernorm_projections(
-                x,
-                array(norm.scale) if self.input_layernorm else None,
-                array(norm.ln_bias) if self.input_layernorm else None,
-                [kernel for kernel, _ in kernels_and_biases],
-                [bias for _, bias in kernels_and_biases],
-                norm_options=Norm(self.layernorm_epsilon, self.zero_centered_gamma) if self.input_layernorm else None,
-                quantizers=quantizers if fp8 else None,
-                return_input=bool(residual),
-                split=split,
-                norm_input_axes=self._axes(between=True),
-                dot_input_axes=self._axes(),
-                kernel_axes=[projection.kernel_axes for projection in projections],
-            )
-        results = named_results(results, [(name, p.features) for name, p in zip(names, projections)], split)
-        return [keep(results[0], list(unused)), *results[1:]], None, past
+        modules = [getattr(self, name) for name in names]
+        return project(
+            self, inputs_q, inputs_kv, self.in_kv_features is None, [(n, m.features) for n, m in zip(names, modules)],
+            lambda: modules, lambda fp8: [each.parts(fp8) for each in modules], residual, split,
+        )  # fmt: skip

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.flax.base import check_common, check_positive
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.modules.checks import check_common, check_positive
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.low_rank import low_rank

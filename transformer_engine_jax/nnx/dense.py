@@ -12,24 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from transformer_engine_jax.flax.base import canonical_tuple
-from transformer_engine_jax.flax.dense import (
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.modules.checks import canonical_tuple
+from transformer_engine_jax.modules.dense import (
     Kernel,
     ParametersSplit,
-    axes_contracted_last,
-    contracted_last,
+    ProjectionParts,
+    computed_in,
     joined,
     joined_kernels,
+    run_dense,
+    run_layernorm_dense,
     split_sizes,
 )
-from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
-from transformer_engine_jax.ops.dense import dense
-from transformer_engine_jax.ops.layernorm import Norm, norm
-from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
-from transformer_engine_jax.precision import Product, in_fp8
-from transformer_engine_jax.quantizers import keep
-from transformer_engine_jax.sharding import constrain
 
 
 def _sizes(op: str, field: str, value) -> tuple[int, ...]:
@@ -89,9 +85,16 @@ class _Dense(Fp8Module):
         k_axes = len(canonical_tuple(self.in_features))
         return joined_kernels(kernels, k_axes), joined([array(b) for b in biases if b is not None], 0)
 
-    def _computed_in(self, x: jax.Array) -> jax.Array:
-        # `dtype` names the parameters' dtype, and x brings its own, unless param_dtype frees `dtype` for x.
-        return x if self.param_dtype is None else x.astype(self.dtype)
+    @property
+    def _adapt(self) -> Callable | None:
+        return self.low_rank if self.enable_low_rank_adaptation else None
+
+    def parts(self, fp8: bool) -> ProjectionParts:
+        """What is needed to compute it together with others; fp8: whether autocast applies."""
+        norm = array(getattr(self, "scale", None)), array(getattr(self, "ln_bias", None))
+        kernel, bias = self._kernel_and_bias()
+        quantizers = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
+        return ProjectionParts(*norm, kernel, self.kernel_axes, bias, *quantizers)
 
 
 @module
@@ -116,23 +119,7 @@ class DenseGeneral(_Dense):
 
         residual: [.., features..] in x's dtype, added inside the product.
         """
-        x = self._computed_in(jnp.asarray(x))
-        input_axes = axes_contracted_last(self.input_axes, self.axis)
-        x, k_axes = contracted_last(x, self.axis)
-        kernel, bias = self._kernel_and_bias()
-        fp8, scope = in_fp8([Product.of(x, k_axes, canonical_tuple(self.features))])
-        quantizers, unused = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
-        added = None if self.return_bias else bias
-        with scope:
-            y = dense(
-                x, kernel, added, k_axes=k_axes, quantizers=quantizers, residual=residual,
-                by_kernels=residual is not None, input_axes=input_axes, output_axes=self.output_axes,
-                kernel_axes=self.kernel_axes,
-            )  # fmt: skip
-        if self.enable_low_rank_adaptation:
-            y = y + self.low_rank(x, k_axes)
-        y = keep(y, unused)
-        return (y, bias) if self.return_bias else y
+        return run_dense(self, computed_in(self, x), *self._kernel_and_bias(), self._adapt, residual)
 
 
 @module
@@ -171,36 +158,5 @@ class LayerNormDenseGeneral(_Dense):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
         """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
-        x = self._computed_in(jnp.asarray(x))
-        options, gamma, beta = Norm(self.epsilon, self.zero_centered_gamma), array(self.scale), array(self.ln_bias)
-        separate = self.return_layernorm_output or self.enable_low_rank_adaptation
-        fused = self.enable_layernorm and not separate
-        if not fused:
-            x = constrain(x, self.layernorm_input_axes)
-        if self.enable_layernorm and separate:
-            x = norm(options, x, gamma, beta)
-        normed = x if self.return_layernorm_output else None
-        x, k_axes = contracted_last(x, self.axis)
-        kernel, bias = self._kernel_and_bias()
-        fp8, scope = in_fp8([Product.of(x, k_axes, canonical_tuple(self.features))])
-        quantizers, unused = self.gemm_quantizers("gemm", fp8, self.quantization_checkpoint_name)
-        added = None if self.return_bias else bias
-        with scope:
-            if fused:
-                y = layernorm_dense(
-                    x, gamma, beta, kernel, added, norm_options=options, quantizers=quantizers,
-                    norm_input_axes=self.layernorm_input_axes, dot_input_axes=self.dot_input_axes,
-                    kernel_axes=self.kernel_axes,
-                )  # fmt: skip
-            else:
-                input_axes = axes_contracted_last(self.dot_input_axes, self.axis)
-                y = dense(
-                    x, kernel, added, k_axes=k_axes, quantizers=quantizers, input_axes=input_axes,
-                    kernel_axes=self.kernel_axes,
-                )  # fmt: skip
-        if self.enable_low_rank_adaptation:
-            y = y + self.low_rank(x, k_axes)
-        y = keep(y, unused)
-        if self.depth_scaling is not None:
-            y, bias = y / self.depth_scaling, None if bias is None else bias / self.depth_scaling
-        return (y, bias, normed) if self.return_bias else (y, normed)
+        norm = array(self.scale), array(self.ln_bias)
+        return run_layernorm_dense(self, computed_in(self, x), *norm, *self._kernel_and_bias(), self._adapt)

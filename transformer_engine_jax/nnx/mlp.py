@@ -10,19 +10,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import canonical_tuple, check_dims, check_positive, check_rate
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.modules.checks import canonical_tuple, check_dims, check_positive, check_rate
+from transformer_engine_jax.modules.mlp import MlpParameters, run_mlp
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropped, dropping, make_dropout, module
-from transformer_engine_jax.ops.activation import activation, fused_activation
-from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.activation import fused_activation
 from transformer_engine_jax.ops.dropout import Residual
-from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
-from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
-from transformer_engine_jax.precision import in_fp8, mlp_products
-from transformer_engine_jax.quantizers import keep
-from transformer_engine_jax.sharding import constrain
 
 
 @module
@@ -122,47 +116,12 @@ class LayerNormMLP(Fp8Module):
         """
         x = jnp.asarray(x)
         check_dims(self, "intermediate_hidden_dropout_dims", x.ndim)
-        options = Norm(self.epsilon, self.zero_centered_gamma) if self.enable_layernorm else None
-        gamma, beta = array(self.scale), array(self.ln_bias)
-        kernels, bias = [self.kernel_of_product(f"{name}_kernel") for name in ("wi", "wo")], array(self.wo_bias)
-        biases = [array(self.wi_bias), None if self.return_bias else bias]
-        fp8, scope = in_fp8(*mlp_products(x, len(self.activations), self.intermediate_dim))
-        first, unused_1 = self.gemm_quantizers("gemm_1", fp8, self.quantization_checkpoint_name)
-        second, unused_2 = self.gemm_quantizers("gemm_2", fp8, self.quantization_checkpoint_name)
-        dropout = dropping(self.dropout, deterministic)
-        normed = None
-        with scope:
-            if not (dropout or self.return_layernorm_output or self.enable_low_rank_adaptation):
-                y = layernorm_mlp(
-                    x, gamma, beta, tuple(kernels), tuple(biases), activations=self.activations,
-                    activation_params=self.activation_params, norm_options=options,
-                    quantizers=(first, second) if fp8 else None, names=(self.ffn1_ckpt_name, self.ffn2_ckpt_name),
-                    residual=residual is True, return_input=callable(residual),
-                    norm_input_axes=self.layernorm_input_axes, dot_1_input_axes=self.dot_1_input_axes,
-                    dot_2_input_axes=self.dot_2_input_axes,
-                    kernel_axes=(self.kernel_axes_1, self.kernel_axes_2),
-                )  # fmt: skip
-                y, past = y if callable(residual) else (y, None)
-            else:
-                x = constrain(x, self.layernorm_input_axes)
-                normed, past = norm_and_input(options, x, gamma, beta, bool(residual))
-                added = past if residual is True else None
-                y = self._stage_by_stage(normed, kernels, biases, (first, second), dropout, added)
-        y, returned = keep(y, [unused_1, unused_2]), normed if self.return_layernorm_output else None
-        y = residual(y, past) if callable(residual) else y
-        return (y, bias, returned) if self.return_bias else (y, returned)
-
-    def _stage_by_stage(self, x, kernels, biases, quantizers, dropout: bool, residual) -> jax.Array:
-        def product(i: int, x, axes, name: str, residual=None):
-            y = dense(
-                x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual, input_axes=axes,
-                kernel_axes=(self.kernel_axes_1, self.kernel_axes_2)[i],
-            )  # fmt: skip
-            y = checkpoint_name(y, name)
-            return y + self.low_rank(x, 1, ("wi_", "wo_")[i]) if self.enable_low_rank_adaptation else y
-
-        z = product(0, x, self.dot_1_input_axes, self.ffn1_ckpt_name)
-        a = activation(z, self.activations, self.activation_params)
-        if dropout:
-            a = dropped(a, self.dropout, False)
-        return product(1, a, self.dot_2_input_axes, self.ffn2_ckpt_name, residual)
+        kernels = tuple(self.kernel_of_product(f"{name}_kernel") for name in ("wi", "wo"))
+        biases = (array(self.wi_bias), array(self.wo_bias))
+        parameters = MlpParameters(array(self.scale), array(self.ln_bias), kernels, biases)
+        drop = lambda a: dropped(a, self.dropout, False)
+        adapt = lambda i, x: self.low_rank(x, 1, ("wi_", "wo_")[i])
+        return run_mlp(
+            self, x, parameters, residual, drop if dropping(self.dropout, deterministic) else None,
+            adapt if self.enable_low_rank_adaptation else None,
+        )  # fmt: skip

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from transformer_engine_jax import flax as linen
-from transformer_engine_jax.flax.base import check_positive
 from transformer_engine_jax.flax.relative_positions import SIZES
+from transformer_engine_jax.modules.checks import check_positive
 from transformer_engine_jax.nnx.base import Fp8Module, array, module
 
 

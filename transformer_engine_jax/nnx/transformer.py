@@ -12,12 +12,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from transformer_engine_jax.flax.attention_stages import adapts
-from transformer_engine_jax.flax.transformer import (
+from transformer_engine_jax.modules.transformer import (
     TransformerLayerType,
+    addition,
     attended_length,
+    attention_fields,
     check_fields,
     check_inputs,
+    constrained,
+    mlp_fields,
+    of_samples,
+    run_layer,
+    self_attention_fields,
     summed_bias,
 )
 from transformer_engine_jax.nnx.attention import MultiHeadAttention
@@ -26,8 +32,7 @@ from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.nnx.mlp import LayerNormMLP
 from transformer_engine_jax.nnx.relative_positions import RelativePositionBiases
 from transformer_engine_jax.ops.attention import SequenceDescriptor
-from transformer_engine_jax.ops.dropout import Residual, drop_and_add
-from transformer_engine_jax.sharding import activation_axes, constrain
+from transformer_engine_jax.ops.dropout import Residual
 
 
 @module
@@ -96,24 +101,19 @@ class TransformerLayer(Fp8Module):
     def __post_init__(self, mha_kernel_init, mlp_kernel_init, bias_init, output_layernorm, rngs):
         self.freeze_fields()
         check_fields(self)
-        own = dict(
-            input_layernorm=not output_layernorm,
-            attn_mask_type=self.self_attn_mask_type,
-            attn_bias_type=self.self_attn_bias_type,
-            window_size=self.window_size,
-            softmax_type=self.softmax_type,
-            score_mod=self.score_mod,
-            context_parallel_causal_load_balanced=self.context_parallel_causal_load_balanced,
-            context_parallel_axis=self.context_parallel_axis,
-            context_parallel_strategy=self.context_parallel_strategy,
-        )
+        inits = dict(kernel_init=mha_kernel_init, bias_init=bias_init, rngs=rngs)
+        own = self_attention_fields(self) | dict(input_layernorm=not output_layernorm)
+        attention = MultiHeadAttention(self.hidden_size, **own, **inits)
         if self.layer_type is TransformerLayerType.DECODER:
-            cross = dict(in_kv_features=self.encoded_size or self.hidden_size, attn_mask_type="padding")
-            self.self_attention = self._make_attention(mha_kernel_init, bias_init, rngs, **own)
-            self.encoder_decoder_attention = self._make_attention(mha_kernel_init, bias_init, rngs, **cross)
+            cross = attention_fields(self) | dict(attn_mask_type="padding")
+            self.self_attention = attention
+            self.encoder_decoder_attention = MultiHeadAttention(
+                self.hidden_size, in_kv_features=self.encoded_size or self.hidden_size, **cross, **inits
+            )
         else:
-            self.attention = self._make_attention(mha_kernel_init, bias_init, rngs, **own)
-        self.mlp = self._make_mlp(mlp_kernel_init, bias_init, rngs)
+            self.attention = attention
+        mlp_inits = dict(kernel_init=mlp_kernel_init, bias_init=bias_init, rngs=rngs)
+        self.mlp = LayerNormMLP(self.hidden_size, **mlp_fields(self), **mlp_inits)
         self.relpos_bias = nnx.data(None)
         if self.enable_relative_embedding and self.relative_embedding is None:
             self.relpos_bias = RelativePositionBiases(32, 128, self.num_attention_heads, dtype=self.dtype, rngs=rngs)
@@ -128,74 +128,7 @@ class TransformerLayer(Fp8Module):
                 rngs=rngs,
             )
         self.dropout = make_dropout(self.hidden_dropout, self.hidden_dropout_dims, self.dropout_rng_name, rngs)
-        others = (0, 2) if self.transpose_batch_sequence else (1, 2)  # a sample is kept or dropped as a whole
-        self.path_dropout = make_dropout(self.drop_path, others, self.dropout_rng_name, rngs)
-
-    def _make_attention(self, kernel_init, bias_init, rngs, **fields) -> MultiHeadAttention:
-        return MultiHeadAttention(
-            self.hidden_size,
-            self.kv_channels or self.hidden_size // self.num_attention_heads,
-            self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=self.attention_dropout,
-            dropout_rng_name=self.dropout_rng_name,
-            layernorm_type=self.layernorm_type,
-            layernorm_epsilon=self.layernorm_epsilon,
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            zero_centered_gamma=self.zero_centered_gamma,
-            kernel_init=kernel_init,
-            use_bias=self.use_bias,
-            bias_init=bias_init,
-            enable_rotary_pos_emb=self.enable_rotary_pos_emb,
-            rotary_pos_emb_windows=self.rotary_pos_emb_windows,
-            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
-            low_rank_adaptation_scope=self.low_rank_adaptation_scope,
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            fuse_qkv_params=self.fuse_qkv_params,
-            transpose_batch_sequence=self.transpose_batch_sequence,
-            enable_sequence_parallel=self.enable_sequence_parallel,
-            scale_attn_logits=self.scale_attn_logits,
-            scaled_query_init=self.scaled_query_init,
-            float32_logits=self.float32_attention_logits,
-            qk_norm_type=self.qk_norm_type,
-            qk_norm_epsilon=self.qk_norm_epsilon,
-            qk_norm_before_rope=self.qk_norm_before_rope,
-            checkpoint_core_attention=self.checkpoint_core_attention,
-            rngs=rngs,
-            **fields,
-        )
-
-    def _make_mlp(self, kernel_init, bias_init, rngs) -> LayerNormMLP:
-        axes = {}
-        if self.enable_sequence_parallel:
-            of = partial(activation_axes, transposed=self.transpose_batch_sequence)
-            axes = dict(
-                layernorm_input_axes=of(sequence_parallel=True), dot_1_input_axes=of(), dot_2_input_axes=of("mlp")
-            )
-        return LayerNormMLP(
-            self.hidden_size,
-            intermediate_dim=self.mlp_hidden_size,
-            layernorm_type=self.layernorm_type,
-            epsilon=self.layernorm_epsilon,
-            zero_centered_gamma=self.zero_centered_gamma,
-            kernel_init=kernel_init,
-            use_bias=self.use_bias,
-            bias_init=bias_init,
-            return_layernorm_output=self.apply_residual_connection_post_layernorm,
-            activations=self.mlp_activations,
-            activation_params=self.mlp_activation_params,
-            intermediate_dropout_rng_name=self.dropout_rng_name,
-            intermediate_dropout_rate=self.intermediate_dropout,
-            intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            enable_low_rank_adaptation=adapts(self.low_rank_adaptation_scope, "mlp"),
-            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
-            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
-            dtype=self.dtype,
-            rngs=rngs,
-            **axes,
-        )
+        self.path_dropout = make_dropout(self.drop_path, of_samples(self), self.dropout_rng_name, rngs)
 
     def init_cache(self, input_shape: tuple[int, ...], dtype=jnp.float32) -> None:
         """Makes an empty KV cache for calls with decode=True; input_shape [B, S, hidden], S the greatest length."""
@@ -231,33 +164,26 @@ class TransformerLayer(Fp8Module):
             encoder_decoder_sequence_descriptor=encoder_decoder_sequence_descriptor,
         )
         check_inputs(self, inputs, encoded, of_encoded)
-        inputs = self._constrained(inputs)
-        post = self.apply_residual_connection_post_layernorm
-        attend = self._own_attention()
-        length = attended_length(self, inputs, attend.cached_key if decode else None, max_decode_length)
-        add = self._addition(deterministic)
-        attended, normed = attend(
-            inputs, None, attention_mask, summed_bias(self._position_bias(length), core_attention_bias),
-            decode=decode, deterministic=deterministic, sequence_descriptor=sequence_descriptor,
-            rotary_pos_emb=rotary_pos_emb, residual=not post and add,
-        )  # fmt: skip
-        x = add(attended, normed) if post else attended
+        inputs, common = constrained(self, inputs), dict(decode=decode, deterministic=deterministic)
+        attention = self._own_attention()
+        length = attended_length(self, inputs, attention.cached_key if decode else None, max_decode_length)
+        bias = summed_bias(self._position_bias(length), core_attention_bias)
+        attentions = [
+            lambda x, residual: attention(
+                x, None, attention_mask, bias, sequence_descriptor=sequence_descriptor, rotary_pos_emb=rotary_pos_emb,
+                residual=residual, **common,
+            )
+        ]  # fmt: skip
         if self.layer_type is TransformerLayerType.DECODER:
-            masked = any(value is not None for value in of_encoded.values())
-            add = self._addition(deterministic)
-            attended, normed = self.encoder_decoder_attention(
-                x, encoded, encoder_decoder_mask,
-                decode=decode, deterministic=deterministic, sequence_descriptor=encoder_decoder_sequence_descriptor,
-                attn_mask_type="padding" if masked else "no_mask", residual=not post and add,
+            mask_type = "no_mask" if all(value is None for value in of_encoded.values()) else "padding"
+            attentions.append(
+                lambda x, residual: self.encoder_decoder_attention(
+                    x, encoded, encoder_decoder_mask, sequence_descriptor=encoder_decoder_sequence_descriptor,
+                    attn_mask_type=mask_type, residual=residual, **common,
+                )
             )  # fmt: skip
-            x = add(attended, normed) if post else attended
-        add = self._addition(deterministic)
-        if self.parallel_attention_mlp:
-            fed, _ = self.mlp(inputs, deterministic=deterministic)
-            x = self._constrained(x + fed) if add is True else add(fed, x)
-        else:
-            fed, normed = self.mlp(x, deterministic=deterministic, residual=not post and add)
-            x = add(fed, normed) if post else self._constrained(fed)
+        feed = partial(self.mlp, deterministic=deterministic)
+        x = run_layer(self, inputs, attentions, feed, partial(self._addition, deterministic))
         return x if self.output_layernorm is None else self.output_layernorm(x)
 
     def _position_bias(self, length: int) -> jax.Array | None:
@@ -266,14 +192,7 @@ class TransformerLayer(Fp8Module):
             return None
         return embedding(length, length, self.layer_type is TransformerLayerType.ENCODER)
 
-    def _constrained(self, x) -> jax.Array:
-        axes = dict(transposed=self.transpose_batch_sequence, sequence_parallel=self.enable_sequence_parallel)
-        return constrain(x, activation_axes(**axes))
-
     def _addition(self, deterministic: bool | None) -> Residual:
-        """How a residual connection adds; as the Linen module's."""
+        """How a residual connection adds, with dropout of features and of whole samples (stochastic depth)."""
         dropouts = [d for d in (self.dropout, self.path_dropout) if dropping(d, deterministic)]
-        keyed = [(d.rngs(), d.rate, d.broadcast_dims) for d in dropouts]
-        if not (keyed or self.apply_residual_connection_post_layernorm or self.enable_sequence_parallel):
-            return True
-        return lambda branch, residual: self._constrained(drop_and_add(branch, residual, keyed))
+        return addition(self, [(d.rngs(), d.rate, d.broadcast_dims) for d in dropouts])

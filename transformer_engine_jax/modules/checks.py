@@ -1,0 +1,65 @@
+"""Checks of the modules' fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from transformer_engine_jax.ops.layernorm import check_epsilon
+from transformer_engine_jax.ops.rope import GROUPS
+
+
+def canonical_tuple(value) -> tuple:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def one_of(module: Any, field: str, allowed: Sequence, note: str = "") -> None:
+    """Raises ValueError where a field of a module is not among those allowed."""
+    value = getattr(module, field)
+    if value not in allowed:
+        raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
+
+
+# Fields of several modules, and what they may be.
+CHOICES = {"layernorm_type": ("layernorm", "rmsnorm"), "rotary_pos_emb_group_method": GROUPS}
+
+
+def check_common(module: Any) -> None:
+    """Raises ValueError where a field that several modules have is wrong, whether it is in use or not."""
+    for field, allowed in CHOICES.items():
+        if hasattr(module, field):
+            one_of(module, field, allowed)
+    for field in ("epsilon", "layernorm_epsilon", "qk_norm_epsilon"):
+        check_epsilon(f"{type(module).__name__}.{field}", getattr(module, field, 0))
+    if getattr(module, "depth_scaling", None) == 0:
+        raise ValueError(f"{type(module).__name__}.depth_scaling: expected a divisor or None, got 0")
+
+
+def check_positive(module: Any, *fields: str) -> None:
+    """Raises ValueError where a field of a module is neither None nor an integer from 1 on."""
+    for field in fields:
+        value = getattr(module, field)
+        if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
+            raise ValueError(f"{type(module).__name__}.{field}: expected a positive integer, got {value!r}")
+
+
+def check_rate(module: Any, field: str) -> None:
+    """Raises ValueError where a field of a module is no dropout rate."""
+    if not 0.0 <= getattr(module, field) < 1.0:
+        raise ValueError(f"{type(module).__name__}.{field}: expected a rate in [0, 1), got {getattr(module, field)}")
+
+
+def check_dims(module: Any, field: str, rank: int = 3) -> None:
+    """Raises ValueError where a field of a module does not hold axes of an array."""
+    axes = getattr(module, field)
+    if not (isinstance(axes, tuple | list) and all(-rank <= axis < rank for axis in axes)):
+        raise ValueError(f"{type(module).__name__}.{field}: expected axes of {rank}, got {axes}")
+
+
+def last_size(module: Any, x) -> int:
+    """The size of x's last axis; ValueError where it has none."""
+    if not np.shape(x):
+        raise ValueError(f"{type(module).__name__}: x: expected at least one axis, got a scalar")
+    return np.shape(x)[-1]
