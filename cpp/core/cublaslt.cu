@@ -310,6 +310,7 @@ ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream
 }
 
 std::string algorithm_of(const CublasLtProduct& p) {
+  if (!library().error.empty()) return "";
   Status status(library());
   Prepared prepared;
   if (!find_plan(status, p, Unknown::kLeave, prepared)) return "";
