@@ -185,6 +185,18 @@ def test_moving_a_sequence_in_its_row_moves_its_output():
     testing.assert_close(np.roll(moved, -4, axis=1), first, F32)
 
 
+@pytest.mark.parametrize("how", MAKE)
+def test_where_ranks_must_agree(how):
+    """jax_numpy_rank_promotion="raise", which some set for all of a program."""
+    options = Attention(0.3, causal=True, window=(4, 0), softmax_type="off_by_one")
+    for promised in (None, 3) if how.startswith("ids") else (None,):
+        sequences = MAKE[how](*described(how))
+        sequences = sequences if promised is None else sequences.of_at_most(promised)
+        expected = attention_of(sequences, options)
+        with jax.numpy_rank_promotion("raise"):
+            testing.assert_same_bytes(attention_of(sequences, options), expected)
+
+
 def test_causality_and_the_order_of_keys():
     """Later keys do not matter under a causal mask; without one, keys may come in any order."""
     changed = [np.concatenate([x[:, :9], -x[:, 9:]], axis=1) for x in (KEY, VALUE)]

@@ -78,7 +78,8 @@ def test_one_more_logit(heads, devices, fields, monkeypatch):
     ]
     options, offset = Attention(0.2, softmax_type="learnable", **fields), jnp.asarray([0.5, -2.0, 3.0, 0.0])
     run = jax.jit(lambda q, k, v, offset: flash_attention(options, q, k, v, softmax_offset=offset))
-    out, vjp = jax.vjp(run, *x[:3], offset)
+    with jax.numpy_rank_promotion("raise"):
+        out, vjp = jax.vjp(run, *x[:3], offset)
     seen = numpy_attention.seen_keys(options, 3, 48, 48, None, None)
     exact = (np.asarray(a, np.float32) for a in x)
     expected = numpy_attention.attention(options, seen, *exact, None, np.asarray(offset))

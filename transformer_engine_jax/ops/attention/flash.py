@@ -289,11 +289,11 @@ def sunk(o, stats, offset) -> tuple[jax.Array, jax.Array]:
 
     The kernels of the backward pass take them as they are, and need know nothing of the offset.
     """
-    total = jnp.logaddexp(stats, offset.astype(jnp.float32))
+    total = jnp.logaddexp(stats, offset.astype(jnp.float32)[None, None])
     return (o.astype(jnp.float32) * jnp.exp(stats - total)[..., None]).astype(o.dtype), total
 
 
 def offset_gradient(offset, total, o, do) -> jax.Array:
     """That of the offset, from what `sunk` gave and the gradient of o."""
     along = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)  # [B, Q, H]
-    return -jnp.sum(jnp.exp(offset.astype(jnp.float32) - total) * along, axis=(0, 1)).astype(offset.dtype)
+    return -jnp.sum(jnp.exp(offset.astype(jnp.float32)[None, None] - total) * along, axis=(0, 1)).astype(offset.dtype)

@@ -147,11 +147,11 @@ def _modified(options: Attention, scores, rows: Rows, shared: Shared) -> jax.Arr
 
 
 def _offset(options: Attention, softmax_offset) -> jax.Array | None:
-    """f32[H or 1, 1, 1], one more logit of every query, or None."""
+    """f32[1, H or 1, 1, 1], one more logit of every query, or None."""
     if options.softmax_type == "vanilla":
         return None
     offset = jnp.zeros(1) if options.softmax_type == "off_by_one" else softmax_offset
-    return offset.astype(jnp.float32)[:, None, None]
+    return offset.astype(jnp.float32)[None, :, None, None]
 
 
 def powers(scores, seen, offset=None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -223,7 +223,7 @@ def running_attention(options: Attention, query, value_size: int, softmax_offset
     if offset is None:
         top, total = jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape)
     else:  # one more logit, of no value
-        top, total = jnp.broadcast_to(offset[:, 0, 0], shape), jnp.ones(shape)
+        top, total = jnp.broadcast_to(offset[:, None, :, 0, 0], shape), jnp.ones(shape)
     return Running(options, query, jnp.zeros((*shape, value_size)), top, total)
 
 

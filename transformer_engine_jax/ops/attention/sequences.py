@@ -215,16 +215,16 @@ def runs(sequences: SequenceDescriptor) -> Runs:
 
 
 def _side(ids, positions, most: int) -> _Side:
-    token = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    token = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     before = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)))
     begins = (ids != 0) & ((ids != before) | (token == 0))
     number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    own = (number[:, None, :] == 1 + jnp.arange(most)[:, None]) & (ids != 0)[:, None, :]  # [B, N, S]
+    own = (number[:, None, :] == 1 + jnp.arange(most)[None, :, None]) & (ids != 0)[:, None, :]  # [B, N, S]
     first = own & begins[:, None, :]
     of_first = lambda x: jnp.sum(jnp.where(first, x[:, None, :], 0), axis=-1, dtype=jnp.int32)
     start, length = of_first(jnp.broadcast_to(token, ids.shape)), jnp.sum(own, axis=-1, dtype=jnp.int32)
     id = of_first(ids)
-    others = (id[:, :, None] == id[:, None, :]) & (length[:, None, :] > 0) & ~np.eye(most, dtype=bool)
+    others = (id[:, :, None] == id[:, None, :]) & (length[:, None, :] > 0) & ~np.eye(most, dtype=bool)[None]
     kept = (number[:, -1] <= most) & ~jnp.any(others, axis=(1, 2))
     if positions is None:
         return _Side(start, length, id, jnp.zeros_like(start), kept)
@@ -235,20 +235,20 @@ def _side(ids, positions, most: int) -> _Side:
 def places_of(starts, lengths, size: int) -> tuple[Places, jax.Array]:
     """Places of tokens of sequences that start and end so, i32[B, N] each; and the length of each token's sequence."""
     starts, lengths = starts[:, None, :], lengths[:, None, :]
-    token = jnp.arange(size, dtype=jnp.int32)[:, None]
+    token = jnp.arange(size, dtype=jnp.int32)[None, :, None]
     inside = (token >= starts) & (token < starts + lengths)  # [B, S, N]
 
     def of_own(x):
         return jnp.sum(jnp.where(inside, x, 0), axis=-1, dtype=jnp.int32)
 
-    number = jnp.arange(1, lengths.shape[-1] + 1, dtype=jnp.int32)
+    number = jnp.arange(1, lengths.shape[-1] + 1, dtype=jnp.int32)[None, None]
     return Places(of_own(token - starts), of_own(number)), of_own(lengths)
 
 
 def _run_starts(x) -> jax.Array:
     """i32[B, S]: the index at which the run of equal numbers began that each entry is in."""
     changed = jnp.concatenate([jnp.ones_like(x[:, :1], bool), x[:, 1:] != x[:, :-1]], axis=1)
-    return jax.lax.cummax(jnp.where(changed, jnp.arange(x.shape[1], dtype=jnp.int32), 0), axis=1)
+    return jax.lax.cummax(jnp.where(changed, jnp.arange(x.shape[1], dtype=jnp.int32)[None], 0), axis=1)
 
 
 def _from_ids(ids, positions) -> Places:
@@ -260,7 +260,7 @@ def _from_ids(ids, positions) -> Places:
 def _sizes(ids) -> jax.Array:
     """i32[B, S]: how many tokens of the row have this token's id, wherever they are."""
     # Sorted, they are runs; comparing all with all would take memory that grows with the square of the length.
-    token = jnp.zeros_like(ids) + jnp.arange(ids.shape[1], dtype=jnp.int32)
+    token = jnp.zeros_like(ids) + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     ordered, origin = jax.lax.sort((ids, token), dimension=1, num_keys=1)
     ends = ids.shape[1] - jnp.flip(_run_starts(jnp.flip(ordered, 1)), 1)
     _, sizes = jax.lax.sort((origin, ends - _run_starts(ordered)), dimension=1, num_keys=1)
