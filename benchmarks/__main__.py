@@ -102,10 +102,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if name == "stack":
             add("--layers", type=int, default=stack.LAYERS)
             add("--kinds", nargs="+", choices=list(stack.KINDS), default=list(stack.KINDS))
-        if name == "sharded":
-            add("--devices", type=int, metavar="N", help="how many (default: all)")
-            add("--axes", choices=list(sharded.AXES), default="auto", help="of the mesh: the compiler's, or in types")
+        if name in ("sharded", "memory"):
+            default = "all" if name == "sharded" else "1"
+            devices = None if name == "sharded" else 1
+            add("--devices", type=int, default=devices, metavar="N", help=f"how many (default: {default})")
             add("--layouts", choices=list(sharded.LAYOUTS), nargs="+", default=list(sharded.LAYOUTS))
+        if name == "sharded":
+            add("--axes", choices=list(sharded.AXES), default="auto", help="of the mesh: the compiler's, or in types")
         if name == "layer":
             add("--no-floor", action="store_true", help="skip measuring what the layer could take at least")
             add(
@@ -136,7 +139,9 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
     if args.what == "accumulation":
         return accumulation.run(args.lengths, args.size)
     if args.what == "memory":
-        return memory.run(args.config, chosen(args.against or memory.DEFAULT, peers.CONTENDERS), args.layers)
+        known = peers.CONTENDERS if args.devices == 1 else sharded.CONTENDERS
+        against = chosen(args.against or memory.DEFAULT, known)
+        return memory.run(args.config, against, args.layers, args.devices, args.layouts)
     timing = {"rounds": args.rounds, "calls_per_round": args.calls, "turn": args.turn}
     if args.what == "precision":
         return precision.run(args.tokens, **timing)

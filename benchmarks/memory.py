@@ -1,4 +1,4 @@
-"""What a layer's step, or a training step of several, needs of an H200's memory, compiled where there is none.
+"""What a layer's step, on one or several, or a training step of layers needs of an H200's memory; without a GPU.
 
 JAX's CUDA plugin compiles without a GPU or its driver: `pip install "jax[cuda13]"` beside a build with TE_CUDA=ON. Of
 ours it says what an H200 measures; in Flax's layer XLA would choose products by timing them, and with them temporaries.
@@ -6,9 +6,10 @@ ours it says what an H200 measures; in Flax's layer XLA would choose products by
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import flax
 import flax.linen as nn
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import train
+from benchmarks import sharded, train
 from benchmarks.layer import gradients
 from benchmarks.peers import CONTENDERS
 from benchmarks.shapes import SHAPES, Shape
@@ -24,6 +25,7 @@ from examples.gpt.training import adamw
 from transformer_engine_jax.handlers import HANDLERS
 
 DEFAULT = ["flax", "te"]
+WITHOUT_A_GPU = {"xla_gpu_autotune_level": 0}
 # What XLA asks of a GPU, in the text format of its GpuTargetConfigProto.
 H200 = """
 gpu_device_info {
@@ -44,8 +46,8 @@ dnn_version_info { major: 9 minor: 19 }
 """
 
 
-def mesh_of_an_h200() -> jax.sharding.Mesh:
-    """Of one, to compile for; SystemExit where the CUDA plugin or our CUDA module is not here."""
+def mesh_of_h200s(devices: int = 1) -> jax.sharding.Mesh:
+    """To compile for; SystemExit where the CUDA plugin or our CUDA module is not here."""
     from jax.experimental import topologies
 
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # that of a driver
@@ -54,10 +56,10 @@ def mesh_of_an_h200() -> jax.sharding.Mesh:
             "benchmarks memory: expected our CUDA module; build with `--config-settings=cmake.define.TE_CUDA=ON`"
         )
     try:
-        topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
+        topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{devices}")
     except NotImplementedError:
         raise SystemExit('benchmarks memory: expected JAX\'s CUDA plugin; `pip install "jax[cuda13]"`') from None
-    return jax.sharding.Mesh(np.array(topology.devices), ("device",))
+    return jax.sharding.Mesh(np.array(topology.devices), (sharded.AXIS,))
 
 
 def compiled(name: str, shape: Shape, layers: int, mesh: jax.sharding.Mesh):
@@ -80,28 +82,48 @@ def compiled(name: str, shape: Shape, layers: int, mesh: jax.sharding.Mesh):
             state, params = flax.core.pop(variables, "params")
             step, args = jax.jit(gradients(layer), **placed), (params, state, x, x)
         with jax.set_mesh(mesh):
-            return step.lower(*args).compile({"xla_gpu_autotune_level": 0})
+            return step.lower(*args).compile(WITHOUT_A_GPU)
 
 
-def run(configs: list[str], against: list[str], layers: int = 0) -> Iterator[dict]:
-    """A row for each config and contender: GiB of temporaries, of what goes in and of what comes out.
+def compiled_sharded(name: str, shape: Shape, layout: str, mesh: jax.sharding.Mesh):
+    """A layer's step as benchmarks.sharded times it, compiled for the mesh's devices."""
+    program = sharded.Program(name, shape, sharded.LAYOUTS[layout], mesh)
+    with program.context():
+        return program.step.lower(*program.args).compile(WITHOUT_A_GPU)
+
+
+def run(
+    configs: list[str], against: list[str], layers: int = 0, devices: int = 1, layouts: Iterable[str] = ()
+) -> Iterator[dict]:
+    """A row for each config and contender: GiB of temporaries, of what goes in and of what comes out, on each device.
 
     layers: how many a training step has, which updates its parameters in place; 0: one layer's gradients alone.
+    devices: above 1, a row for each of these of sharded.LAYOUTS, of one layer's gradients.
     """
-    mesh = mesh_of_an_h200()
-    for config in configs:
-        for name in against:
-            began = time.perf_counter()
-            memory = compiled(name, SHAPES[config], layers, mesh).memory_analysis()
-            row = {"config": config, "contender": name, "layers": layers, "compiled_for": "NVIDIA H200"}
-            row["compile_s"] = time.perf_counter() - began
-            for what in ("temp", "argument", "output"):
-                row[f"{what}_gib"] = getattr(memory, f"{what}_size_in_bytes") / 2**30
-            yield row
+    if devices > 1 and layers:
+        raise SystemExit(f"benchmarks memory: --layers: expected none with --devices, got {layers}")
+    mesh = mesh_of_h200s(devices)
+    for config, name, layout in itertools.product(configs, against, layouts if devices > 1 else [sharded.ONE]):
+        row = {"config": config, "contender": name, "compiled_for": "NVIDIA H200", "devices": devices}
+        row |= {"layers": layers} if devices == 1 else {"layout": layout}
+        if why := sharded.lack(name, layout, "auto") if devices > 1 else "":
+            yield row | {"skipped": why}
+            continue
+        began, shape = time.perf_counter(), SHAPES[config]
+        step = compiled(name, shape, layers, mesh) if devices == 1 else compiled_sharded(name, shape, layout, mesh)
+        row["compile_s"], memory = time.perf_counter() - began, step.memory_analysis()
+        yield row | {
+            f"{what}_gib": getattr(memory, f"{what}_size_in_bytes") / 2**30 for what in ("temp", "argument", "output")
+        }
 
 
 def line(row: dict) -> str:
+    what = f"{row['config']:>9} {row['contender']:<14}"
+    if row["devices"] > 1:
+        what += f" {row['devices']} x {row['layout']:<18}"
+    if "skipped" in row:
+        return f"{what} skipped: {row['skipped']}"
     return (
-        f"{row['config']:>9} {row['contender']:<14} temporaries {row['temp_gib']:.3f} GiB, "
+        f"{what} temporaries {row['temp_gib']:.3f} GiB, "
         f"in {row['argument_gib']:.3f}, out {row['output_gib']:.3f}  trace and compile {row['compile_s']:.1f} s"
     )

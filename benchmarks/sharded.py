@@ -65,46 +65,62 @@ LAYOUTS = {
 }
 
 
+class Program:
+    """The step of a layer on a mesh, whose devices need not be here: `args` are abstract, and lie as they should."""
+
+    def __init__(self, name: str, shape: Shape, layout: Layout, mesh: Mesh):
+        make, self.recipe = CONTENDERS[name]
+        self.layout, self.mesh = layout, mesh
+        layer, key = make(shape, **layout.fields), jax.random.key(2)
+        x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
+        x = x.update(sharding=NamedSharding(mesh, layout.x))
+
+        def init(key, x):
+            return nn.unbox(layer.init(key, x))
+
+        with self.context():
+            boxed = jax.eval_shape(layer.init, key, x)
+            boxed = FlaxLayer.boxed(boxed) if name == "flax" else boxed
+            sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, nn.get_logical_axis_rules())
+            variables = jax.eval_shape(init, key, x)
+        variables = jax.tree.map(lambda a, s: a.update(sharding=s), variables, sharding)
+        state, params = flax.core.pop(variables, "params")
+        self.args = params, state, x, x
+        # Gradients lie as the parameters do, for an optimizer: under FSDP XLA scatters their sums.
+        placed = jax.tree.map(lambda a: a.sharding, (x, params, state, x))
+        self.step, self.init = jax.jit(gradients(layer), out_shardings=placed), jax.jit(init, out_shardings=sharding)
+
+    @contextlib.contextmanager
+    def context(self):
+        with (
+            jax.set_mesh(self.mesh),
+            te.autocast(self.recipe is not None, self.recipe, mesh_resource=self.layout.resource),
+            nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())),
+        ):
+            yield
+
+
 class Step:
     """A compiled step on a mesh: all gradients of a layer under a fixed random cotangent; keeps its FP8 state."""
 
     def __init__(self, name: str, shape: Shape, layout: Layout, devices: list[jax.Device], axes: AxisType):
-        mesh = self.mesh = Mesh(np.array(devices), (AXIS,), axis_types=(axes,))
-        make, fp8 = CONTENDERS[name]
-        layer = make(shape, **layout.fields)
-        place = NamedSharding(mesh, layout.x)
-
-        @contextlib.contextmanager
-        def context():
-            with (
-                jax.set_mesh(mesh),
-                te.autocast(fp8 is not None, fp8, mesh_resource=layout.resource),
-                nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())),
-            ):
-                yield
-
-        def normal(seed: int) -> jax.Array:  # drawn on the host: the same numbers whatever the layout
-            size = (shape.batch, shape.seq, shape.hidden)
-            values = np.random.default_rng(seed).standard_normal(size, np.float32)
-            return jax.device_put(self.ordered(values.astype(jnp.bfloat16)), place)
-
+        mesh = Mesh(np.array(devices), (AXIS,), axis_types=(axes,))
+        program = Program(name, shape, layout, mesh)
         balanced = "context_parallel_axis" in layout.fields
         self.ordered, self.restored = (
             partial(f, cp_size=len(devices)) if balanced else lambda x: x
             for f in (te.reorder_causal_load_balancing, te.inverse_reorder_causal_load_balancing)
         )
 
+        def normal(seed: int) -> jax.Array:  # drawn on the host: the same numbers whatever the layout
+            size = (shape.batch, shape.seq, shape.hidden)
+            values = np.random.default_rng(seed).standard_normal(size, np.float32)
+            return jax.device_put(self.ordered(values.astype(jnp.bfloat16)), NamedSharding(mesh, layout.x))
+
         self.x, self.dy = normal(0), normal(1)
-        with context():
-            boxed = jax.eval_shape(layer.init, jax.random.key(2), self.x)
-            boxed = FlaxLayer.boxed(boxed) if name == "flax" else boxed
-            sharding = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, nn.get_logical_axis_rules())
-            init = jax.jit(lambda key, x: nn.unbox(layer.init(key, x)), out_shardings=sharding)
-            self.state, self.params = flax.core.pop(init(jax.random.key(2), self.x), "params")
-            args = self.params, self.state, self.x, self.dy
-            # Gradients lie as the parameters do, for an optimizer: under FSDP XLA scatters their sums.
-            placed = jax.tree.map(lambda a: a.sharding, (self.x, self.params, self.state, self.x))
-            self.compiled = jax.jit(gradients(layer), out_shardings=placed).lower(*args).compile()
+        with program.context():
+            self.state, self.params = flax.core.pop(program.init(jax.random.key(2), self.x), "params")
+            self.compiled = program.step.lower(*program.args).compile()
         self.temp_gib = temp_gib(self.compiled)
 
     def __call__(self):

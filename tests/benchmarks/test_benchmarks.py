@@ -257,7 +257,7 @@ def test_memory_is_compiled_for_or_says_what_lacks(tmp_path):
     """With the CUDA plugin and module, on a GPU machine or not, for an H200; here, without."""
     argv = ["memory", "--config", "tiny", "--against", "flax,te-delayed"]
     try:
-        memory.mesh_of_an_h200()
+        memory.mesh_of_h200s()
     except SystemExit as error:
         assert "pip install" in str(error) or "TE_CUDA=ON" in str(error)
         with pytest.raises(SystemExit, match="benchmarks memory: expected "):
@@ -269,6 +269,10 @@ def test_memory_is_compiled_for_or_says_what_lacks(tmp_path):
     assert ours["temp_gib"] != flax["temp_gib"]
     (trained,) = rows_of(tmp_path, *argv[:3], "--against", "te-delayed", "--layers", "2")
     assert trained["argument_gib"] > 2 * 3 * ours["argument_gib"]  # two layers, and two moments for each parameter
+    layouts = ["--devices", "2", "--layouts", "data", "fsdp", "context, ring"]
+    by_data, by_fsdp, lacking, *ours = rows_of(tmp_path, *argv, *layouts)
+    assert by_data["output_gib"] > by_fsdp["output_gib"] > 0 and "no attention of sharded" in lacking["skipped"]
+    assert [row["layout"] for row in ours] == ["data", "fsdp", "context, ring"] and ours[0]["temp_gib"] > 0
 
 
 def test_names_of_contenders():
