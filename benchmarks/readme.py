@@ -119,9 +119,9 @@ TABLES: dict[str, tuple[str, Columns]] = {
     "memory": (
         "Memory of a step, compiled without a GPU",
         {
-            "config": lambda r: f"{r['layers']} layers of {r['config']}, trained" if r["layers"] else r["config"],
+            "config": lambda r: f"{r['layers']} layers of {r['config']}, trained" if r.get("layers") else r["config"],
             "layer": lambda r: r["contender"],
-            "for": lambda r: r["compiled_for"],
+            "for": lambda r: r["compiled_for"] + (f", {r['devices']} x {r['layout']}" if r["devices"] > 1 else ""),
             "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
             "in GiB": lambda r: f"{r['argument_gib']:.2f}",
             "out GiB": lambda r: f"{r['output_gib']:.2f}",

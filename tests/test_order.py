@@ -1,4 +1,4 @@
-"""The order in which gradients are computed on one device, as dependencies in the traced step: it bounds its memory."""
+"""The order in which a step is computed, as dependencies in the traced step: it bounds its memory."""
 
 import sys
 
@@ -96,6 +96,18 @@ def test_a_kernel_s_gradient_comes_last_where_its_operands_are_smaller(tokens, k
     for later in (activation, first, norm):
         assert (second in found[later]) != last
     assert (first in found[norm]) != last
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_an_activation_s_gradient_comes_after_its_value(count, devices):
+    """It is written where the input was, of which XLA would keep a copy were the value computed later."""
+    devices(count)
+    x = jnp.asarray(emulated.normal(0, (48, 2, WIDTH))[0], jnp.bfloat16)
+
+    def step(x, dy):
+        return jax.vjp(lambda x: te.activation(x, ("silu", "linear")), x)[1](dy)
+
+    assert ("activation_fwd", (48, WIDTH)) in runs(step, x, x[:, 0])["activation_bwd", (48, 2, WIDTH)]
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, recipes.Float8CurrentScaling()])

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.differentiable import all_at_once, differentiable
 from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.ops.after import after
 from transformer_engine_jax.ops.quantize import FLOATS, MEASURED, OPTIONAL_BESIDE_Y, partial_sums
 from transformer_engine_jax.ops.result import store
 from transformer_engine_jax.ops.state import GIVEN
@@ -318,7 +319,7 @@ def _biased(z, bias):
 def _activation_forward(fused: Fused, z, bias):
     # z's last use is the backward pass, which writes its gradient there.
     y, z = all_at_once(activation_fwd(z, None, bias, **fused._asdict()).y, z)
-    return y, (z, bias)
+    return y, (after(z, y), bias)
 
 
 def _activation_backward(fused: Fused, residuals, dy):
