@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/cublaslt.h"
+#include "core/fp8_product.h"
 #include "core/tile.cuh"
 #include "ops/activation.h"
 #include "ops/dropout.h"
@@ -302,6 +303,27 @@ void products() {
                      m.bytes(kCublasLtScratch + (1 << 20)), {1, false, "", 1.f, {}}));
 }
 
+// Our kernel's: edges in every direction, and sums added to what is there.
+void long_products(int64_t rows, int64_t cols, int64_t k) {
+  for (const auto& [a, b] : {std::pair{kE4M3, kE4M3}, std::pair{kE4M3, kE5M2}, std::pair{kE5M2, kE4M3}}) {
+    for (const bool add : {false, true}) {
+      Memory m;
+      CublasLtProduct p = {};
+      p.m = rows, p.n = cols, p.k = k;
+      p.a_dtype = a, p.b_dtype = b, p.c_dtype = p.d_dtype = kF32;
+      p.split_accumulator = true;
+      p.a = m.in(a, {rows, k}).untyped_data(), p.b = m.in(b, {cols, k}).untyped_data();
+      p.a_scale_inv = m.in(kF32, {}).untyped_data(), p.b_scale_inv = m.in(kF32, {}).untyped_data();
+      p.d = m.out(kF32, {rows, cols})->untyped_data();
+      p.c = add ? p.d : nullptr;
+      if (!has_fp8_product(p)) continue;
+      must(fp8_product(p, nullptr), "fp8_product");
+      must(cudaDeviceSynchronize(), "fp8_product");
+      ++calls;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace te
 
@@ -322,5 +344,7 @@ int main(int count, char**) {
   norms(1200, 16384, kBf16);  // more strips than clusters hold at once
   states(1), states(5);
   products();
+  long_products(300, 240, 1040);
+  if (all) long_products(4500, 1616, 1552);  // more tiles than clusters run at once
   std::printf("%d calls\n", calls);
 }

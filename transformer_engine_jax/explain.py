@@ -84,7 +84,7 @@ class Product(NamedTuple):
 
     name: str  # "m=4096 n=4096 k=16384 f8_e4m3fn x f8_e5m2 -> f32, split accumulation"
     count: int
-    algorithm: str  # cuBLASLt's, and how long it took when it was chosen
+    algorithm: str  # one of cuBLASLt's, or our kernel, and how long it took when it was chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Compiled:
         lines = [sizes + f"{_size(self.output_bytes)} results"]
         lines += [f"  {c.count} x {c.name}, {_size(c.bytes)} of results" for c in self.collectives]
         lines += [] if self.collectives else ["  no collectives"]
-        lines += [f"  {p.count} x {p.name} by cuBLASLt's {p.algorithm}" for p in self.products]
+        lines += [f"  {p.count} x {p.name} by {p.algorithm}" for p in self.products]
         return "\n".join(lines)
 
 

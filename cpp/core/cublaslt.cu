@@ -14,6 +14,7 @@
 #include "core/cublaslt.h"
 #include "core/cublaslt_plan.h"
 #include "core/cuda_graph.h"
+#include "core/fp8_product.h"
 #include "core/settings.h"
 
 namespace te {
@@ -34,13 +35,16 @@ bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtPr
   return status.ok();
 }
 
-cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
+cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t* algorithm,
                    const CublasLtProduct& p, void* scratch, cudaStream_t stream) {
+  if (!algorithm) {
+    return fp8_product(p, stream) == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
+  }
   const float alpha = 1.f, beta = p.c ? p.c_scale : 0.f;
   // Not read where beta is 0. An FP8 d has another dtype than c's layout, so it cannot stand in for c.
   const void* c = p.c ? p.c : is_fp8(p.d_dtype) ? nullptr : p.d;
   return library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d, plan.d,
-                          &algorithm, scratch, kCublasLtScratch, stream);
+                          algorithm, scratch, kCublasLtScratch, stream);
 }
 
 }  // namespace lt
@@ -86,12 +90,16 @@ Key key_of(const CublasLtProduct& p, int device) {
 constexpr int kCandidates = 12;
 
 // TE_GEMM_TUNING=0, or XLA's deterministic mode, takes the first algorithm offered: no timing, the same in every run.
-bool tuning_enabled() {
-  static const bool enabled = [] {
-    const char* value = std::getenv("TE_GEMM_TUNING");
-    return !deterministic() && (!value || std::string(value) != "0");
+// TE_GEMM_TUNING=ours takes our kernel wherever it can do the product.
+enum class Tuning { kMeasure, kTakeFirst, kTakeOurs };
+Tuning tuning() {
+  static const Tuning asked = [] {
+    const char* variable = std::getenv("TE_GEMM_TUNING");
+    const std::string value = variable ? variable : "";
+    if (value == "ours") return Tuning::kTakeOurs;
+    return deterministic() || value == "0" ? Tuning::kTakeFirst : Tuning::kMeasure;
   }();
-  return enabled;
+  return asked;
 }
 
 std::string text_of(const Key& key) {
@@ -106,7 +114,7 @@ AlgorithmCache& cache_of(int device) {
   static auto& caches = *new std::map<std::string, std::unique_ptr<AlgorithmCache>>;
   cudaDeviceProp properties = {};
   cudaGetDeviceProperties(&properties, device);
-  std::string name = std::string("gemm-") + properties.name + "-" + std::to_string(library().version());
+  std::string name = std::string("products-") + properties.name + "-" + std::to_string(library().version());
   std::replace(name.begin(), name.end(), ' ', '-');
   const std::lock_guard<std::mutex> lock(mutex);
   auto& cache = caches[name];
@@ -133,10 +141,14 @@ int index_of(const std::string& hex, const cublasLtMatmulHeuristicResult_t* offe
   return -1;
 }
 
-// How a choice reads, in the file and to a person: "1.34 ms, the first of 8 offered", "1.34 ms, 1.41 by the first ...".
+// How a choice reads, in the file and to a person: "1.34 ms, the first of 8 offered", "1.34 ms, 1.41 by the first ...",
+// "ours: 1.34 ms, 1.41 by cuBLASLt's fastest".
+constexpr char kOurs[] = "ours: ";
 std::string said_of(const Fastest& f, int count) {
   char text[80];
-  if (f.index == 0) {
+  if (f.ours) {
+    std::snprintf(text, sizeof text, "%s%.4f ms, %.4f by cuBLASLt's fastest of %d", kOurs, f.our_ms, f.ms, count);
+  } else if (f.index == 0) {
     std::snprintf(text, sizeof text, "%.4f ms, the first of %d offered", f.ms, count);
   } else {
     std::snprintf(text, sizeof text, "%.4f ms, %.4f by the first of %d offered", f.ms, f.first_ms, count);
@@ -149,16 +161,20 @@ void choose(Status& status, cublasLtHandle_t handle, const Key& key, const Cubla
             const cublasLtMatmulHeuristicResult_t* offered, int count, bool may_measure) {
   const auto take = [&](int index, const std::string& why) {
     plan.algorithm = offered[index].algo;
-    plan.chosen = "algorithm " + std::to_string(index) + ": " + why;
+    plan.ours = why.rfind(kOurs, 0) == 0;
+    plan.chosen = plan.ours ? "our kernel: " + why.substr(sizeof(kOurs) - 1)
+                            : "cuBLASLt's algorithm " + std::to_string(index) + ": " + why;
   };
-  if (count == 1) return take(0, "the only one offered");
-  if (!tuning_enabled()) return take(0, "the first offered, as nothing is timed");
+  const bool may_be_ours = has_fp8_product(p);
+  if (tuning() == Tuning::kTakeOurs && may_be_ours) return take(0, std::string(kOurs) + "TE_GEMM_TUNING=ours");
+  if (count == 1 && !may_be_ours) return take(0, "the only one offered");
+  if (tuning() != Tuning::kMeasure) return take(0, "the first offered, as nothing is timed");
   AlgorithmCache& cache = cache_of(static_cast<int>(key[0]));
   if (const std::string known = cache.find(text_of(key)); !known.empty()) {
     const std::string hex = known.substr(0, known.find(' '));
-    if (const int index = index_of(hex, offered, count); index >= 0) {
-      return take(index, hex.size() < known.size() ? known.substr(hex.size() + 1) : "the fastest");
-    }
+    const std::string why = hex.size() < known.size() ? known.substr(hex.size() + 1) : "the fastest";
+    const int index = index_of(hex, offered, count);
+    if (index >= 0 && (may_be_ours || why.rfind(kOurs, 0) != 0)) return take(index, why);
   }
   if (!may_measure) return take(0, "the first offered, as its sizes were not known when it was compiled");
   const Fastest best = fastest(status, handle, plan, p, offered, count);
@@ -222,7 +238,7 @@ bool make_plan(Status& status, cublasLtHandle_t handle, const Key& key, const Cu
   }
   void* const nowhere = reinterpret_cast<void*>(256);  // nobody follows it
   const auto issue = [&](cudaStream_t stream) {
-    return status.ok(run(handle, plan, plan.algorithm, p, nowhere, stream), "matmul");
+    return status.ok(run(handle, plan, &plan.algorithm, p, nowhere, stream), "matmul");
   };
   return status.ok(sets_memory(issue, &plan.sets_memory), "capture");
 }
@@ -296,10 +312,11 @@ ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream
   if (find_plan(status, p, Unknown::kTakeFirst, prepared)) {
     Plan& plan = *prepared.plan;
     if (set_pointers(status, plan.product, p)) {
+      const bool ours = plan.ours && (!p.c || (p.c == p.d && p.c_scale == 1.f));
       const auto issue = [&](cudaStream_t s) {
-        return status.ok(run(prepared.handle, plan, plan.algorithm, p, scratch, s), "matmul");
+        return status.ok(run(prepared.handle, plan, ours ? nullptr : &plan.algorithm, p, scratch, s), "matmul");
       };
-      if (plan.sets_memory) {
+      if (plan.sets_memory && !ours) {
         status.ok(issue_as_kernels(stream, issue), "capture");
       } else {
         issue(stream);

@@ -36,8 +36,8 @@ ffi::Error prepare(const CublasLtProduct& product);
 // Runs it. `scratch` is kCublasLtScratch bytes, aligned to 256.
 ffi::Error multiply(const CublasLtProduct& product, void* scratch, cudaStream_t stream);
 
-// "m=512 n=64 k=256 f8_e4m3fn x f8_e5m2 -> f32, split accumulation: algorithm 3: 0.02 ms, 0.03 by the first of 8
-// offered" of a product that prepare() or multiply() saw, on the current device; "" of another.
+// "m=512 n=64 k=256 f8_e4m3fn x f8_e5m2 -> f32, split accumulation: cuBLASLt's algorithm 3: 0.02 ms, 0.03 by the first
+// of 8 offered" of a product that prepare() or multiply() saw, on the current device; "" of another.
 std::string algorithm_of(const CublasLtProduct& product);
 
 // "cuBLASLt 13.1.0", or why there is none.

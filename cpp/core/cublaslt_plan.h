@@ -19,7 +19,8 @@ struct Plan {
   cublasLtMatmulAlgo_t algorithm = {};
 
   bool sets_memory = false;  // before its kernel
-  std::string chosen;        // which algorithm that is, and why
+  bool ours = false;         // where it can, our kernel runs instead, see fp8_product.h
+  std::string chosen;        // what runs, and why
 
   // What is there of one that failed, which the next call makes anew.
   void clear() {
@@ -34,15 +35,17 @@ struct Plan {
 
 bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtProduct& p);
 
-// Issues a product whose pointers are set by one of the algorithms offered for it.
-cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
+// Issues a product whose pointers are set by one of the algorithms offered for it, or null: by our kernel.
+cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t* algorithm,
                    const CublasLtProduct& p, void* scratch, cudaStream_t stream);
 
 // The fastest of the algorithms offered, the first unless another is clearly faster; index -1 where nothing could be
-// measured.
+// measured. ours: our kernel is faster than that, in our_ms.
 struct Fastest {
   int index;
   float ms, first_ms;
+  bool ours = false;
+  float our_ms = 0.f;
 };
 Fastest fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const CublasLtProduct& p,
                 const cublasLtMatmulHeuristicResult_t* offered, int count);

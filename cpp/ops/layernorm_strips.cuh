@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "core/cluster.cuh"
 #include "ops/layernorm_rows.cuh"
 
 namespace te {
@@ -36,40 +37,14 @@ struct Strip {
   alignas(16) TransposedTile<kStripRows, kCols> transposed;  // not there without y_t
 };
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define TE_CLUSTERS 1
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ uint32_t address_in_block(const void* p, int block) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(block));
-  return address;
-}
+#ifdef TE_CLUSTERS
 // Writes to the same shared variable of another block of the cluster, and counts the 8 bytes on `arrived` there. A
 // barrier of the cluster would do, but wait for all stores to device memory as well.
 __device__ __forceinline__ void send(float2* p, uint64_t* arrived, int block, float2 value) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                   address_in_block(p, block)),
-               "f"(value.x), "f"(value.y), "r"(address_in_block(arrived, block))
+                   address_in_block(shared_address(p), block)),
+               "f"(value.x), "f"(value.y), "r"(address_in_block(shared_address(arrived), block))
                : "memory");
-}
-__device__ __forceinline__ void expect_bytes(uint64_t* arrived, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(arrived)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void wait_for_bytes(uint64_t* arrived, int phase) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(shared_address(arrived)),
-      "r"(phase)
-      : "memory");
 }
 
 // Sums over a warp of 4 values a lane: lane l gets the sum of value l / 8. 6 shuffles in place of 20, as each step
@@ -98,10 +73,8 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
   __shared__ BlockAmax amax;
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&shared.arrived[i])) : "memory");
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < 2; ++i) make_barrier(shared_address(&shared.arrived[i]), 1);
+    show_barriers();
   }
   cluster_arrive();  // a block's shared memory may be written once the block runs
 
@@ -228,7 +201,8 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       return;
     }
     uint64_t* const arrived = &shared.arrived[turn % 2];
-    if (threadIdx.x == 0) expect_bytes(arrived, (cluster * kStripRows + kExchangesEarly) * sizeof(float2));
+    if (threadIdx.x == 0)
+      expect_bytes(shared_address(arrived), (cluster * kStripRows + kExchangesEarly) * sizeof(float2));
 #pragma unroll
     for (int h = 0; h < kLargestCluster / 8; ++h) {
       const int block = lane % 8 + h * 8;
@@ -262,7 +236,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
     // ---- Its statistics
     if constexpr (!kExchangesEarly) send_measured(turn, [&](int step, int i) { return raw[step][i]; });
     if (cluster > 1) {
-      wait_for_bytes(&shared.arrived[turn % 2], turn / 2 % 2);
+      wait_for_phase(shared_address(&shared.arrived[turn % 2]), turn / 2 % 2);
       if (kExchangesEarly) row2 = __float_as_int(shared.after_next[turn % 2].x);
     }
     const float2(&parts)[kLargestCluster] = parts_of(turn);

@@ -1,0 +1,282 @@
+// d = a b^T of FP8 on Hopper, for long sums.
+//
+// The tensor cores keep 13 bits of a sum below its largest part, so that one over 16384 terms of one sign loses a
+// quarter. Here sums are taken out of them every 512 terms, which loses 0.2 to 0.4 %, and added up in f32; cuBLASLt's
+// split accumulation does so every 128 terms, in smaller tiles. What limits both is the GPU's power: a wide tile reads
+// less of shared memory for a term, and a cluster of two blocks, which share the rows of b, less of the L2 cache.
+//
+// Of a block, one thread has the copy engine bring stages of 128 columns of k, and two warp groups multiply 64 rows of
+// a each. The blocks stay and go over the tiles of d. While the tensor cores begin with a tile, the f32 sums of the one
+// before go to d, through pieces of shared memory: the copy engine writes whole lines, and nobody waits for it.
+#include "core/copy_engine.cuh"
+#include "core/fp8_product.h"
+#include "core/launch.h"
+#include "core/matrix.h"
+#include "core/wgmma.cuh"
+
+namespace te {
+
+namespace {
+
+constexpr int kGroup = 128;                   // threads of a warp group
+constexpr int kThreads = 3 * kGroup;          // one brings, two multiply
+constexpr int kTall = 128;                    // rows of a tile, in two halves
+constexpr int kDeep = 128;                    // columns of k in a stage: what a swizzled row holds
+constexpr int kStages = 4;                    // of a round, after which the sums are taken out
+constexpr int kPieceWidth = 32, kPieces = 3;  // columns of d, and how many pieces a warp group has
+constexpr int kPieceBytes = kTall / 2 * kPieceWidth * 4;
+constexpr int kBand = 8;  // pairs of tiles below each other before it goes on to the right
+
+template <int kWide>
+struct Shared {  // offsets in bytes
+  static constexpr int kB = kTall * kDeep, kStage = kB + kWide * kDeep;
+  static constexpr int kOut = kStages * kStage, kFull = kOut + 2 * kPieces * kPieceBytes, kEmpty = kFull + 8 * kStages;
+  static constexpr int kBytes = kEmpty + 8 * kStages;
+};
+
+struct Product {
+  int m, n, rounds;
+  const float *a_scale_inv, *b_scale_inv;
+  bool add;
+};
+
+// The tiles of d in the order in which clusters take them, a pair below each other at once: those at work at a time are
+// about a square, so that the L2 cache holds what they read.
+template <int kWide>
+struct Tiles {
+  int down, across, rank;
+  __device__ Tiles(const Product& p, int rank)
+      : down((p.m - 1) / (2 * kTall) + 1), across((p.n - 1) / kWide + 1), rank(rank) {}
+  __device__ int count() const { return down * across; }
+  __device__ void place(int i, int& row, int& column) const {
+    const int band = i / (kBand * across), within = i % (kBand * across), tall = min(kBand, down - band * kBand);
+    column = within / tall * kWide;
+    row = (2 * (band * kBand + within % tall) + rank) * kTall;
+  }
+};
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// The thread that brings a and b.
+template <int kWide>
+__device__ void bring(const CUtensorMap& a, const CUtensorMap& b, const Product& p, uint32_t shared, int rank) {
+  using S = Shared<kWide>;
+  const Tiles<kWide> tiles(p, rank);
+  int parity = 1;
+  for (int i = blockIdx.x / 2; i < tiles.count(); i += gridDim.x / 2) {
+    int row, column, k = 0;
+    tiles.place(i, row, column);
+    for (int round = 0; round < p.rounds; ++round, parity ^= 1) {
+#pragma unroll
+      for (int s = 0; s < kStages; ++s, k += kDeep) {
+        const uint32_t stage = shared + s * S::kStage, full = shared + S::kFull + 8 * s;
+        wait_for_phase(shared + S::kEmpty + 8 * s, parity);
+        expect_bytes(full, S::kStage);
+        fetch_box(a, row, k, stage, full);
+        const int half = rank * (kWide / 2);  // of b's rows, which both blocks need
+        fetch_box_for(3, b, column + half, k, stage + S::kB + half * kDeep, full);
+      }
+    }
+  }
+}
+
+// A warp group that multiplies.
+template <int kWide, Fp8Pair kPair>
+__device__ void multiply(const CUtensorMap& d, const CUtensorMap& d_rest, const Product& p, uint32_t shared, int rank,
+                         int half) {
+  using S = Shared<kWide>;
+  constexpr int kChunks = (kWide - 1) / kPieceWidth + 1, kRest = kWide % kPieceWidth;
+  const int thread = threadIdx.x % kGroup, lane = thread % 32, warp = thread / 32;
+  const bool puts = thread == 0, releases = thread < 2;
+  const uint32_t empty = address_in_block(shared + S::kEmpty, thread % 2);
+  const uint32_t pieces = shared + S::kOut + half * kPieces * kPieceBytes;
+  const uint64_t a = operand_at(shared + half * (kTall / 2) * kDeep), b = operand_at(shared + S::kB);
+  const float scale = (p.a_scale_inv ? *p.a_scale_inv : 1.f) * (p.b_scale_inv ? *p.b_scale_inv : 1.f);
+  const Tiles<kWide> tiles(p, rank);
+  float acc[kWide / 2], sums[kWide / 2] = {};
+  int parity = 0, row_before = -1, column_before = 0;
+
+  const auto release = [&](int s) {
+    if (releases) arrive_in_block(empty + 8 * s);
+  };
+  // Multiplies a stage, once it has come, and releases the one before.
+  const auto stage = [&](int s, bool fresh) {
+    wait_for_phase(shared + S::kFull + 8 * s, parity);
+    begin_multiplying();
+#pragma unroll
+    for (int k = 0; k < kDeep; k += 32) {
+      const uint64_t at = (s * S::kStage + k) >> 4;
+      multiply_fp8<kWide, kPair>(acc, a + at, b + at, !fresh || k > 0);
+    }
+    end_group();
+    if (!fresh) {
+      wait_for_groups<1>();
+      release((s + kStages - 1) % kStages);
+    }
+  };
+  const auto take_out = [&] {
+    wait_for_groups<0>();
+    touch(acc);
+    release(kStages - 1);
+  };
+  const auto synchronize = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + half), "n"(kGroup) : "memory"); };
+  // Puts 32 columns, the last of a tile maybe fewer, of the sums where the tile before was.
+  const auto put = [&](int chunk) {
+    const bool rest = kRest && chunk == kChunks - 1;
+    const uint32_t piece = pieces + chunk % kPieces * kPieceBytes;
+    if (puts) wait_until_read<kPieces - 1>();
+    synchronize();
+#pragma unroll
+    for (int i = 0; i < kWide / 2; i += 2) {
+      if (i / (kPieceWidth / 2) != chunk) continue;
+      // 8 bytes: half of a row's 16th bytes, whose order the copy engine swizzles.
+      const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, bytes = lane % 4 * 8 + i / 4 % 4 * 32;
+      const uint32_t to = rest ? row * 64 + (bytes ^ row / 2 % 4 * 16) : row * 128 + (bytes ^ row % 8 * 16);
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(piece + to), "f"(sums[i] * scale), "f"(sums[i + 1] * scale)
+                   : "memory");
+    }
+    show_copy_engine();
+    synchronize();
+    if (!puts) return;
+    if (row_before >= 0) put_box(rest ? d_rest : d, row_before, column_before + chunk * kPieceWidth, piece, p.add);
+    end_puts();
+  };
+
+  for (int i = blockIdx.x / 2; i < tiles.count(); i += gridDim.x / 2) {
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      stage(s, s == 0);
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        if (chunk * kStages / kChunks == s) put(chunk);
+      }
+    }
+    parity ^= 1;
+    take_out();
+#pragma unroll
+    for (int j = 0; j < kWide / 2; ++j) sums[j] = acc[j];
+    for (int round = 1; round < p.rounds; ++round, parity ^= 1) {
+#pragma unroll
+      for (int s = 0; s < kStages; ++s) stage(s, s == 0);
+      take_out();
+#pragma unroll
+      for (int j = 0; j < kWide / 2; ++j) sums[j] += acc[j];
+    }
+    tiles.place(i, row_before, column_before);
+    row_before += half * (kTall / 2);
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) put(chunk);
+  if (puts) wait_for_puts();
+}
+#define TE_WGMMA 1
+#endif
+
+template <int kWide, Fp8Pair kPair>
+__global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
+    product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+            const __grid_constant__ CUtensorMap d, const __grid_constant__ CUtensorMap d_rest, const Product p) {
+#ifdef TE_WGMMA
+  using S = Shared<kWide>;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const uint32_t shared = shared_address(memory);
+  const int group = __shfl_sync(~0u, threadIdx.x / kGroup, 0), rank = static_cast<int>(blockIdx.x) % 2;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      make_barrier(shared + S::kFull + 8 * s, 1);
+      make_barrier(shared + S::kEmpty + 8 * s, 4);  // two warp groups of two blocks
+    }
+    show_barriers();
+  }
+  cluster_arrive();
+  cluster_wait();
+  // 64512 registers, as at the launch: 128 x (24 + 2 x 240).
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x == 0) bring<kWide>(a, b, p, shared, rank);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    multiply<kWide, kPair>(d, d_rest, p, shared, rank, group - 1);
+  }
+  __syncwarp();
+  cluster_arrive();  // a block stays while the other signals it
+  cluster_wait();
+#endif
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, null where it has none.
+Encode encoder() {
+  static const auto found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  return found;
+}
+
+// A row-major array and the boxes that are copied of it, whose rows of `swizzle` bytes are swizzled in shared memory.
+bool describe(CUtensorMap* map, const void* data, bool f32, int64_t rows, int64_t columns, int tall, int bytes) {
+  const int width = f32 ? 4 : 1;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t stride = static_cast<cuuint64_t>(columns * width);
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(bytes / width), static_cast<cuuint32_t>(tall)}, steps[] = {1, 1};
+  return encoder()(map, f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 2,
+                   const_cast<void*>(data), sizes, &stride, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                   f32 ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <int kWide, Fp8Pair kPair>
+cudaError_t run(const CublasLtProduct& p, cudaStream_t stream) {
+  CUtensorMap a, b, d, d_rest;
+  if (!describe(&a, p.a, false, p.m, p.k, kTall, kDeep) || !describe(&b, p.b, false, p.n, p.k, kWide / 2, kDeep) ||
+      !describe(&d, p.d, true, p.m, p.n, kTall / 2, 128) || !describe(&d_rest, p.d, true, p.m, p.n, kTall / 2, 64)) {
+    return cudaErrorInvalidValue;
+  }
+  const int rounds = static_cast<int>(ceil_div(p.k, kStages * kDeep));  // zeros beyond k
+  const Product of{static_cast<int>(p.m),
+                   static_cast<int>(p.n),
+                   rounds,
+                   static_cast<const float*>(p.a_scale_inv),
+                   static_cast<const float*>(p.b_scale_inv),
+                   p.c != nullptr};
+  return launch({current_device().multiprocessors / 2 * 2, kThreads, Shared<kWide>::kBytes}, stream,
+                product<kWide, kPair>, a, b, d, d_rest, of);
+}
+
+template <Fp8Pair kPair>
+cudaError_t run_in_best_width(const CublasLtProduct& p, cudaStream_t stream) {
+  const auto time = [&](int64_t wide) {
+    const int64_t pairs = ceil_div(p.m, 2 * kTall) * ceil_div(p.n, wide);
+    return ceil_div(pairs, current_device().multiprocessors / 2) * wide;
+  };
+  return time(208) <= time(192) ? run<208, kPair>(p, stream) : run<192, kPair>(p, stream);
+}
+
+}  // namespace
+
+bool has_fp8_product(const CublasLtProduct& p) {
+#ifdef TE_HOPPER
+  const bool pair = is_fp8(p.a_dtype) && is_fp8(p.b_dtype) && !(p.a_dtype == p.b_dtype && p.a_dtype == DType::F8E5M2);
+  const bool d = p.d_dtype == DType::F32 && !p.bias && !p.amax && !p.d_scale && (!p.c || p.c_dtype == DType::F32);
+  // The copy engine takes arrays and rows at multiples of 16 bytes.
+  const bool lies = aligned(p.a) && aligned(p.b) && aligned(p.d) && p.k % 16 == 0 && p.n % 4 == 0;
+  const bool sizes = p.k > kStages * kDeep && std::max({p.m, p.n, p.k}) < INT32_MAX;
+  return pair && d && lies && sizes && p.split_accumulator && current_device().architecture == 90 && encoder();
+#else
+  static_cast<void>(p);
+  return false;
+#endif
+}
+
+cudaError_t fp8_product(const CublasLtProduct& p, cudaStream_t stream) {
+  if (p.a_dtype == p.b_dtype) return run_in_best_width<Fp8Pair::kE4M3E4M3>(p, stream);
+  return p.a_dtype == DType::F8E5M2 ? run_in_best_width<Fp8Pair::kE5M2E4M3>(p, stream)
+                                    : run_in_best_width<Fp8Pair::kE4M3E5M2>(p, stream);
+}
+
+}  // namespace te
