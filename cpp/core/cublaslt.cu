@@ -35,16 +35,13 @@ bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtPr
   return status.ok();
 }
 
-cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t* algorithm,
+cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
                    const CublasLtProduct& p, void* scratch, cudaStream_t stream) {
-  if (!algorithm) {
-    return fp8_product(p, stream) == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
-  }
   const float alpha = 1.f, beta = p.c ? p.c_scale : 0.f;
   // Not read where beta is 0. An FP8 d has another dtype than c's layout, so it cannot stand in for c.
   const void* c = p.c ? p.c : is_fp8(p.d_dtype) ? nullptr : p.d;
   return library().matmul(handle, plan.product, &alpha, p.b, plan.a, p.a, plan.b, &beta, c, plan.c, p.d, plan.d,
-                          algorithm, scratch, kCublasLtScratch, stream);
+                          &algorithm, scratch, kCublasLtScratch, stream);
 }
 
 }  // namespace lt
@@ -238,7 +235,7 @@ bool make_plan(Status& status, cublasLtHandle_t handle, const Key& key, const Cu
   }
   void* const nowhere = reinterpret_cast<void*>(256);  // nobody follows it
   const auto issue = [&](cudaStream_t stream) {
-    return status.ok(run(handle, plan, &plan.algorithm, p, nowhere, stream), "matmul");
+    return status.ok(run(handle, plan, plan.algorithm, p, nowhere, stream), "matmul");
   };
   return status.ok(sets_memory(issue, &plan.sets_memory), "capture");
 }
@@ -312,11 +309,12 @@ ffi::Error multiply(const CublasLtProduct& p, void* scratch, cudaStream_t stream
   if (find_plan(status, p, Unknown::kTakeFirst, prepared)) {
     Plan& plan = *prepared.plan;
     if (set_pointers(status, plan.product, p)) {
-      const bool ours = plan.ours && (!p.c || (p.c == p.d && p.c_scale == 1.f));
       const auto issue = [&](cudaStream_t s) {
-        return status.ok(run(prepared.handle, plan, ours ? nullptr : &plan.algorithm, p, scratch, s), "matmul");
+        return status.ok(run(prepared.handle, plan, plan.algorithm, p, scratch, s), "matmul");
       };
-      if (plan.sets_memory && !ours) {
+      if (plan.ours && (!p.c || (p.c == p.d && p.c_scale == 1.f))) {
+        status.ok(fp8_product(p, stream), "our FP8 product");
+      } else if (plan.sets_memory) {
         status.ok(issue_as_kernels(stream, issue), "capture");
       } else {
         issue(stream);

@@ -35,8 +35,8 @@ struct Plan {
 
 bool set_pointers(Status& status, cublasLtMatmulDesc_t product, const CublasLtProduct& p);
 
-// Issues a product whose pointers are set by one of the algorithms offered for it, or null: by our kernel.
-cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t* algorithm,
+// Issues a product whose pointers are set by one of the algorithms offered for it.
+cublasStatus_t run(cublasLtHandle_t handle, const Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
                    const CublasLtProduct& p, void* scratch, cudaStream_t stream);
 
 // The fastest of the algorithms offered, the first unless another is clearly faster; index -1 where nothing could be

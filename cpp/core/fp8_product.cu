@@ -217,7 +217,7 @@ Encode encoder() {
   return found;
 }
 
-// A row-major array and the boxes that are copied of it, whose rows of `swizzle` bytes are swizzled in shared memory.
+// A row-major array and the boxes that are copied of it, whose rows of `bytes` bytes are swizzled in shared memory.
 bool describe(CUtensorMap* map, const void* data, bool f32, int64_t rows, int64_t columns, int tall, int bytes) {
   const int width = f32 ? 4 : 1;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
