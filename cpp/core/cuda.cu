@@ -17,6 +17,9 @@ std::string cuda_versions() {
   std::string text = "CUDA runtime " + dotted(CUDART_VERSION) + ", compiled for ";
   for (const int& architecture : kArchitectures) {
     text += (&architecture == kArchitectures ? "" : ", ") + std::to_string(architecture / 10);
+#ifdef TE_HOPPER
+    if (architecture == 900) text += "a";
+#endif
   }
   int driver = 0;
   const bool known = cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0;

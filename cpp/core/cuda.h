@@ -7,7 +7,7 @@
 
 namespace te {
 
-// "CUDA runtime 13.0, compiled for 89, 90, 100; driver supports CUDA 13.0"
+// "CUDA runtime 13.0, compiled for 89, 90a, 100; driver supports CUDA 13.0"
 std::string cuda_versions();
 
 // The algorithm of a call of te_gemm with these attributes, once it is compiled; "" where it has none. (ops/gemm.cu)
