@@ -191,7 +191,7 @@ Fastest fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const
   take_turns(kRounds);
   float least = std::numeric_limits<float>::infinity();
   for (const Candidate& c : candidates) least = std::min(least, c.ms);
-  const auto slow = [&](const Candidate& c) { return c.number != 0 && c.ms > kAbout * least; };
+  const auto slow = [&](const Candidate& c) { return c.number > 0 && c.ms > kAbout * least; };
   candidates.erase(std::remove_if(candidates.begin(), candidates.end(), slow), candidates.end());
   if (candidates.size() > 1) take_turns(kFinalRounds);
 
