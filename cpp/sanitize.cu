@@ -306,15 +306,15 @@ void products() {
 // Our kernel's: edges in every direction, and sums added to what is there.
 void long_products(int64_t rows, int64_t cols, int64_t k) {
   for (const auto& [a, b] : {std::pair{kE4M3, kE4M3}, std::pair{kE4M3, kE5M2}, std::pair{kE5M2, kE4M3}}) {
-    for (const bool add : {false, true}) {
+    for (const auto& [d, add] : {std::pair{kF32, false}, std::pair{kF32, true}, std::pair{kBf16, false}}) {
       Memory m;
       CublasLtProduct p = {};
       p.m = rows, p.n = cols, p.k = k;
-      p.a_dtype = a, p.b_dtype = b, p.c_dtype = p.d_dtype = kF32;
+      p.a_dtype = a, p.b_dtype = b, p.c_dtype = p.d_dtype = d;
       p.split_accumulator = true;
       p.a = m.in(a, {rows, k}).untyped_data(), p.b = m.in(b, {cols, k}).untyped_data();
       p.a_scale_inv = m.in(kF32, {}).untyped_data(), p.b_scale_inv = m.in(kF32, {}).untyped_data();
-      p.d = m.out(kF32, {rows, cols})->untyped_data();
+      p.d = m.out(d, {rows, cols})->untyped_data();
       p.c = add ? p.d : nullptr;
       if (!has_fp8_product(p)) continue;
       must(fp8_product(p, nullptr), "fp8_product");

@@ -8,7 +8,10 @@
 // Of a block, one thread has the copy engine bring stages of 128 columns of k, and two warp groups multiply 64 rows of
 // a each. The blocks stay and go over the tiles of d. While the tensor cores begin with a tile, the f32 sums of the one
 // before go to d, through pieces of shared memory: the copy engine writes whole lines, and nobody waits for it.
+#include <cuda_bf16.h>
+
 #include "core/copy_engine.cuh"
+#include "core/dtype.h"
 #include "core/fp8_product.h"
 #include "core/launch.h"
 #include "core/matrix.h"
@@ -18,13 +21,13 @@ namespace te {
 
 namespace {
 
-constexpr int kGroup = 128;                   // threads of a warp group
-constexpr int kThreads = 3 * kGroup;          // one brings, two multiply
-constexpr int kTall = 128;                    // rows of a tile, in two halves
-constexpr int kDeep = 128;                    // columns of k in a stage: what a swizzled row holds
-constexpr int kStages = 4;                    // of a round, after which the sums are taken out
-constexpr int kPieceWidth = 32, kPieces = 3;  // columns of d, and how many pieces a warp group has
-constexpr int kPieceBytes = kTall / 2 * kPieceWidth * 4;
+constexpr int kGroup = 128;              // threads of a warp group
+constexpr int kThreads = 3 * kGroup;     // one brings, two multiply
+constexpr int kTall = 128;               // rows of a tile, in two halves
+constexpr int kDeep = 128;               // columns of k in a stage: what a swizzled row holds
+constexpr int kStages = 4;               // of a round, after which the sums are taken out
+constexpr int kLine = 128, kPieces = 3;  // bytes of a row of d, and how many pieces of such a warp group has
+constexpr int kPieceBytes = kTall / 2 * kLine;
 constexpr int kBand = 8;  // pairs of tiles below each other before it goes on to the right
 
 template <int kWide>
@@ -79,12 +82,26 @@ __device__ void bring(const CUtensorMap& a, const CUtensorMap& b, const Product&
   }
 }
 
+// Where the copy engine looks for a byte of a row, of 32, 64 or 128 bytes: it swizzles those of each 16.
+__device__ __forceinline__ uint32_t swizzled(int width, int row, int byte) {
+  return row * width + (byte ^ row / (kLine / width) % (width / 16) * 16);
+}
+
+__device__ __forceinline__ void store_two(uint32_t to, float x, float y, float) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store_two(uint32_t to, float x, float y, bf16) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(reinterpret_cast<const uint32_t&>(both)) : "memory");
+}
+
 // A warp group that multiplies.
-template <int kWide, Fp8Pair kPair>
+template <int kWide, Fp8Pair kPair, typename T>
 __device__ void multiply(const CUtensorMap& d, const CUtensorMap& d_rest, const Product& p, uint32_t shared, int rank,
                          int half) {
   using S = Shared<kWide>;
-  constexpr int kChunks = (kWide - 1) / kPieceWidth + 1, kRest = kWide % kPieceWidth;
+  constexpr int kColumns = kLine / sizeof(T), kChunks = (kWide - 1) / kColumns + 1;
+  constexpr int kRest = kWide % kColumns * sizeof(T);  // bytes of a row in the last of a tile's pieces
   const int thread = threadIdx.x % kGroup, lane = thread % 32, warp = thread / 32;
   const bool puts = thread == 0, releases = thread < 2;
   const uint32_t empty = address_in_block(shared + S::kEmpty, thread % 2);
@@ -119,7 +136,7 @@ __device__ void multiply(const CUtensorMap& d, const CUtensorMap& d_rest, const 
     release(kStages - 1);
   };
   const auto synchronize = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + half), "n"(kGroup) : "memory"); };
-  // Puts 32 columns, the last of a tile maybe fewer, of the sums where the tile before was.
+  // Puts a line of each row, the last of a tile maybe shorter, of the sums where the tile before was.
   const auto put = [&](int chunk) {
     const bool rest = kRest && chunk == kChunks - 1;
     const uint32_t piece = pieces + chunk % kPieces * kPieceBytes;
@@ -127,17 +144,15 @@ __device__ void multiply(const CUtensorMap& d, const CUtensorMap& d_rest, const 
     synchronize();
 #pragma unroll
     for (int i = 0; i < kWide / 2; i += 2) {
-      if (i / (kPieceWidth / 2) != chunk) continue;
-      // 8 bytes: half of a row's 16th bytes, whose order the copy engine swizzles.
-      const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, bytes = lane % 4 * 8 + i / 4 % 4 * 32;
-      const uint32_t to = rest ? row * 64 + (bytes ^ row / 2 % 4 * 16) : row * 128 + (bytes ^ row % 8 * 16);
-      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(piece + to), "f"(sums[i] * scale), "f"(sums[i + 1] * scale)
-                   : "memory");
+      if (i / (kColumns / 2) != chunk) continue;
+      const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 % kColumns + lane % 4 * 2;
+      store_two(piece + swizzled(rest ? kRest : kLine, row, column * sizeof(T)), sums[i] * scale, sums[i + 1] * scale,
+                T{});
     }
     show_copy_engine();
     synchronize();
     if (!puts) return;
-    if (row_before >= 0) put_box(rest ? d_rest : d, row_before, column_before + chunk * kPieceWidth, piece, p.add);
+    if (row_before >= 0) put_box(rest ? d_rest : d, row_before, column_before + chunk * kColumns, piece, p.add);
     end_puts();
   };
 
@@ -171,7 +186,7 @@ __device__ void multiply(const CUtensorMap& d, const CUtensorMap& d_rest, const 
 #define TE_WGMMA 1
 #endif
 
-template <int kWide, Fp8Pair kPair>
+template <int kWide, Fp8Pair kPair, typename T>
 __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
             const __grid_constant__ CUtensorMap d, const __grid_constant__ CUtensorMap d_rest, const Product p) {
@@ -195,7 +210,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) bring<kWide>(a, b, p, shared, rank);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    multiply<kWide, kPair>(d, d_rest, p, shared, rank, group - 1);
+    multiply<kWide, kPair, T>(d, d_rest, p, shared, rank, group - 1);
   }
   __syncwarp();
   cluster_arrive();  // a block stays while the other signals it
@@ -217,24 +232,32 @@ Encode encoder() {
   return found;
 }
 
-// A row-major array and the boxes that are copied of it, whose rows of `bytes` bytes are swizzled in shared memory.
-bool describe(CUtensorMap* map, const void* data, bool f32, int64_t rows, int64_t columns, int tall, int bytes) {
-  const int width = f32 ? 4 : 1;
+// A row-major array and the boxes that are copied of it, whose rows of 32, 64 or 128 bytes are swizzled in shared
+// memory.
+bool describe(CUtensorMap* map, const void* data, DType dtype, int64_t rows, int64_t columns, int tall, int bytes) {
+  const int width = dtype == DType::F32 ? 4 : dtype == DType::BF16 ? 2 : 1;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t stride = static_cast<cuuint64_t>(columns * width);
   const cuuint32_t box[] = {static_cast<cuuint32_t>(bytes / width), static_cast<cuuint32_t>(tall)}, steps[] = {1, 1};
-  return encoder()(map, f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 2,
-                   const_cast<void*>(data), sizes, &stride, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                   bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                   f32 ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  const CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                                       CU_TENSOR_MAP_DATA_TYPE_FLOAT32};
+  const CUtensorMapSwizzle swizzle = bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                   : CU_TENSOR_MAP_SWIZZLE_32B;
+  return encoder()(map, types[width / 2], 2, const_cast<void*>(data), sizes, &stride, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                   is_fp8(dtype) ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <int kWide, Fp8Pair kPair>
+template <int kWide, Fp8Pair kPair, typename T>
 cudaError_t run(const CublasLtProduct& p, cudaStream_t stream) {
+  constexpr int kRest = kWide * sizeof(T) % kLine;
   CUtensorMap a, b, d, d_rest;
-  if (!describe(&a, p.a, false, p.m, p.k, kTall, kDeep) || !describe(&b, p.b, false, p.n, p.k, kWide / 2, kDeep) ||
-      !describe(&d, p.d, true, p.m, p.n, kTall / 2, 128) || !describe(&d_rest, p.d, true, p.m, p.n, kTall / 2, 64)) {
+  if (!describe(&a, p.a, p.a_dtype, p.m, p.k, kTall, kDeep) ||
+      !describe(&b, p.b, p.b_dtype, p.n, p.k, kWide / 2, kDeep) ||
+      !describe(&d, p.d, p.d_dtype, p.m, p.n, kTall / 2, kLine) ||
+      !describe(&d_rest, p.d, p.d_dtype, p.m, p.n, kTall / 2, kRest ? kRest : kLine)) {
     return cudaErrorInvalidValue;
   }
   const int rounds = static_cast<int>(ceil_div(p.k, kStages * kDeep));  // zeros beyond k
@@ -245,16 +268,22 @@ cudaError_t run(const CublasLtProduct& p, cudaStream_t stream) {
                    static_cast<const float*>(p.b_scale_inv),
                    p.c != nullptr};
   return launch({current_device().multiprocessors / 2 * 2, kThreads, Shared<kWide>::kBytes}, stream,
-                product<kWide, kPair>, a, b, d, d_rest, of);
+                product<kWide, kPair, T>, a, b, d, d_rest, of);
 }
 
-template <Fp8Pair kPair>
+template <Fp8Pair kPair, typename T>
 cudaError_t run_in_best_width(const CublasLtProduct& p, cudaStream_t stream) {
   const auto time = [&](int64_t wide) {
     const int64_t pairs = ceil_div(p.m, 2 * kTall) * ceil_div(p.n, wide);
     return ceil_div(pairs, current_device().multiprocessors / 2) * wide;
   };
-  return time(208) <= time(192) ? run<208, kPair>(p, stream) : run<192, kPair>(p, stream);
+  return time(208) <= time(192) ? run<208, kPair, T>(p, stream) : run<192, kPair, T>(p, stream);
+}
+
+template <Fp8Pair kPair>
+cudaError_t run_into(const CublasLtProduct& p, cudaStream_t stream) {
+  return p.d_dtype == DType::F32 ? run_in_best_width<kPair, float>(p, stream)
+                                 : run_in_best_width<kPair, bf16>(p, stream);
 }
 
 }  // namespace
@@ -262,11 +291,12 @@ cudaError_t run_in_best_width(const CublasLtProduct& p, cudaStream_t stream) {
 bool has_fp8_product(const CublasLtProduct& p) {
 #ifdef TE_HOPPER
   const bool pair = is_fp8(p.a_dtype) && is_fp8(p.b_dtype) && !(p.a_dtype == p.b_dtype && p.a_dtype == DType::F8E5M2);
-  const bool d = p.d_dtype == DType::F32 && !p.bias && !p.amax && !p.d_scale && (!p.c || p.c_dtype == DType::F32);
+  const bool plain = !p.bias && !p.amax && !p.d_scale;
+  const bool d = p.d_dtype == DType::F32 ? !p.c || p.c_dtype == DType::F32 : p.d_dtype == DType::BF16 && !p.c;
   // The copy engine takes arrays and rows at multiples of 16 bytes.
-  const bool lies = aligned(p.a) && aligned(p.b) && aligned(p.d) && p.k % 16 == 0 && p.n % 4 == 0;
+  const bool lies = aligned(p.a) && aligned(p.b) && aligned(p.d) && p.k % 16 == 0 && p.n % 8 == 0;
   const bool sizes = p.k > kStages * kDeep && std::max({p.m, p.n, p.k}) < INT32_MAX;
-  return pair && d && lies && sizes && p.split_accumulator && current_device().architecture == 90 && encoder();
+  return pair && plain && d && lies && sizes && p.split_accumulator && current_device().architecture == 90 && encoder();
 #else
   static_cast<void>(p);
   return false;
@@ -274,9 +304,8 @@ bool has_fp8_product(const CublasLtProduct& p) {
 }
 
 cudaError_t fp8_product(const CublasLtProduct& p, cudaStream_t stream) {
-  if (p.a_dtype == p.b_dtype) return run_in_best_width<Fp8Pair::kE4M3E4M3>(p, stream);
-  return p.a_dtype == DType::F8E5M2 ? run_in_best_width<Fp8Pair::kE5M2E4M3>(p, stream)
-                                    : run_in_best_width<Fp8Pair::kE4M3E5M2>(p, stream);
+  if (p.a_dtype == p.b_dtype) return run_into<Fp8Pair::kE4M3E4M3>(p, stream);
+  return p.a_dtype == DType::F8E5M2 ? run_into<Fp8Pair::kE5M2E4M3>(p, stream) : run_into<Fp8Pair::kE4M3E5M2>(p, stream);
 }
 
 }  // namespace te

@@ -1,4 +1,4 @@
-// An FP8 product of our own for Hopper: long sums with split accumulation, into f32, as a kernel's gradient is.
+// An FP8 product of our own for Hopper: long sums with split accumulation, into f32 or bf16, as a kernel's gradient is.
 #pragma once
 
 #include "core/cublaslt.h"

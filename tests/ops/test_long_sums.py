@@ -47,9 +47,9 @@ def operands(case: Case, mean: float):
     return [jnp.asarray(rng.standard_normal(shape) + mean, dtype) for shape, dtype in shapes]
 
 
-def long_sum(a, b, c=None):
+def long_sum(a, b, c=None, dtype=jnp.float32):
     scales = jnp.float32(A_SCALE_INV), jnp.float32(B_SCALE_INV)
-    return gemm(a, b, *scales, None, c, None, dtype=jnp.float32, in_place=c is not None).d
+    return gemm(a, b, *scales, None, c, None, dtype=dtype, in_place=c is not None).d
 
 
 def exact(a, b) -> np.ndarray:
@@ -63,6 +63,9 @@ def check(case: Case) -> str:
     d, expected = product(a, b), exact(a, b)
     assert relative_error(d, expected) < 1e-3
     np.testing.assert_array_equal(product(a, b), d)  # the same bits again
+
+    rounded = jax.jit(partial(long_sum, dtype=jnp.bfloat16))(a, b)
+    assert np.all(np.abs(np.asarray(rounded, np.float32) - d) <= 2**-8 * np.abs(d) + 1e-2)
 
     before = jnp.asarray(np.random.default_rng(1).standard_normal(d.shape), jnp.float32)
     added = jax.jit(long_sum, donate_argnums=2)(a, b, before + 0)
