@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "core/cublaslt.h"
@@ -327,12 +329,14 @@ void long_products(int64_t rows, int64_t cols, int64_t k) {
 }  // namespace
 }  // namespace te
 
-// An argument, whatever it is: in one dtype, and one row is left out, for racecheck, which is slow.
-int main(int count, char**) {
+// `few`: in one dtype, and one row is left out, for racecheck, which takes minutes; `products`: those alone.
+int main(int count, char** arguments) {
   using namespace te;
-  const bool all = count < 2;
+  const std::set<std::string> given(arguments + 1, arguments + count);
+  const bool all = !given.count("few"), kernels = !given.count("products");
   for (const DType dtype : all ? std::vector<DType>{kBf16, kF32} : std::vector<DType>{kBf16}) {
     for (const int64_t rows : all ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{130}) {
+      if (!kernels) break;
       for (const int64_t cols : {40, 257, 1024}) casts(rows, cols, dtype), activations(rows, cols, dtype);
       for (const int64_t cols : {40, 257, 1024, 4096, 16384}) norms(rows, cols, dtype);
       for (const int64_t features : {24, 130}) rotations(rows, features, dtype), packed_rows(rows, features, dtype);
@@ -341,8 +345,7 @@ int main(int count, char**) {
       std::printf("%d calls\n", calls), std::fflush(stdout);
     }
   }
-  norms(1200, 16384, kBf16);  // more strips than clusters hold at once
-  states(1), states(5);
+  if (kernels) norms(1200, 16384, kBf16), states(1), states(5);  // of the norms, more strips than clusters hold at once
   products();
   long_products(300, 240, 1040);
   if (all) long_products(4500, 1616, 1552);  // more tiles than clusters run at once
