@@ -165,10 +165,10 @@ def section(document: dict) -> str:
 def at_a_glance(documents: list[dict]) -> str:
     """ms and speed-up of the HEADLINE layers that were measured.
 
-    Of several results that which keeps the GPU busy and has most contenders, then what others have besides.
+    Of several results that which keeps the GPU busy and has most of the columns, then what others have besides.
     """
     layers = [document for document in documents if document["benchmark"] == "layer"]
-    layers.sort(key=lambda document: ("--turn" in document["command"], _contenders(document)), reverse=True)
+    layers.sort(key=lambda document: ("--turn" in document["command"], _columns(document)), reverse=True)
     measured: dict[str, dict[str, dict]] = {}
     for row in itertools.chain.from_iterable(document["rows"] for document in layers):
         if "skipped" not in row:
@@ -192,8 +192,8 @@ def at_a_glance(documents: list[dict]) -> str:
     return table(columns, [config for config in HEADLINE if config in measured]) + "\n" if measured else ""
 
 
-def _contenders(document: dict) -> int:
-    return len({row["contender"] for row in document["rows"]})
+def _columns(document: dict) -> int:
+    return len({row["contender"] for row in document["rows"]} & set(GLANCE.values()))
 
 
 def _in_words(shape: Shape) -> str:
