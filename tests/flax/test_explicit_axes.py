@@ -92,7 +92,7 @@ def trained(module: nn.Module, kinds, resource: te.MeshResource):
                 updates, moments = optimizer.update(grads, moments, params)
                 return value, optax.apply_updates(params, updates), state, moments
 
-            losses, moments = [], jax.jit(optimizer.init)(params)
+            losses, moments = [], optimizer.init(params)
             for _ in range(3):
                 loss, params, state, moments = step(params, state, moments)
                 losses.append(jax.device_get(loss))
