@@ -1,0 +1,52 @@
+"""A model of many layers, one after the other, is traced and lowered in seconds: what remains is XLA's to compile."""
+
+import time
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import transformer_engine_jax as te
+from transformer_engine_jax import recipe
+from transformer_engine_jax.flax import TransformerLayer
+
+SECONDS = 20  # of the processor's time: other tests run beside this one
+
+
+class Model(nn.Module):
+    """Of llama's layers, which are the costliest to trace."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(32):
+            x = TransformerLayer(
+                hidden_size=4096,
+                mlp_hidden_size=14336,
+                num_attention_heads=32,
+                num_gqa_groups=8,
+                mlp_activations=("silu", "linear"),
+                layernorm_type="rmsnorm",
+                enable_rotary_pos_emb=True,
+                enable_relative_embedding=False,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                dtype=jnp.bfloat16,
+            )(x)
+        return x
+
+
+def test_32_layers_are_traced_and_lowered_in_seconds():
+    model, x = Model(), jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16)
+
+    def loss(params, state, x):
+        return jnp.sum(model.apply({"params": params, **state}, x).astype(jnp.float32))
+
+    with te.fp8_autocast(True, recipe.DelayedScaling()):
+        state, params = flax.core.pop(jax.eval_shape(model.init, jax.random.key(0), x), "params")
+        began = time.process_time()
+        lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, state, x)
+        took = time.process_time() - began
+    assert took < SECONDS
+    _, (grads, states) = lowered.out_info
+    assert len(grads) == len(jax.tree.leaves(states)) // 5 == 32  # of each layer, and of its five products
