@@ -1,8 +1,10 @@
 // LayerNorm and RMSNorm on CUDA, forward. Bytes a value, with s for x, o for y (1 for FP8) and t = 1 where a transposed
 // copy is asked for; statistics, gamma and beta are a fraction of a percent:
-//   s + o + t      strips of 32 rows in the registers of a cluster of blocks (norm_strips); or, where the statistics
-//                  are given, the tile kernel of tile.cuh
-//   s              the statistics alone, with the amax of y (measure_rows)
+//   s + o          whole rows, each in the registers of some warps (norm_rows): y in FP8, or in 16 bits up to 4096
+//                  columns
+//   s              the same without y: the statistics alone, with the amax of y
+//   s + o + t      strips of 32 rows in the registers of a cluster of blocks (norm_strips): where y is transposed too,
+//                  or wider; or, where the statistics are given, the tile kernel of tile.cuh
 //   2 s + o + t    what these lack: unaligned rows, rows beyond 16384 values, results in E5M2, GPUs without clusters or
 //                  with less shared memory. The statistics first (row_statistics), then the tile kernel
 // The variance is that of differences from a mean, never a difference of sums that are much larger.
@@ -26,13 +28,9 @@ ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result ou
                : launch_tiles(stream, Normalized<AnyDtype>{a, {a.x, x_dtype}}, out);
   };
   if (a.known) return normalize();
-  if (!out.y && !out.y_t && out.vector && measurable(out)) {
-    TE_CUDA_CHECK(launch_measure_rows<T>(stream, a, out));
-    TE_CUDA_CHECK(finish_amax(stream, out.amax));
-    return ffi::Error::Success();
-  }
-  const bool strips = out.vector && out.rows < kMostRows && current_device().architecture >= 90;
-  if (const auto launch_them = strips ? strips_of<T>(out) : nullptr) {
+  auto launch_them = out.vector ? rows_of<T>(out) : nullptr;
+  if (!launch_them && out.vector && current_device().architecture >= 90) launch_them = strips_of<T>(out);
+  if (launch_them) {
     const cudaError_t error = launch_them(stream, a, out);
     if (error != cudaErrorLaunchOutOfResources) {
       TE_CUDA_CHECK(error);

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
     return v;
   };
 
-  for (int s = 0; s < stages; ++s) fetch(first - s * stride, s);
+  // Before the rows, behind which these would come late.
   float gamma[kVectors][8] = {}, dgamma[kVectors][8] = {}, dbeta[kVectors][8] = {};
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_bwd_rows(const NormBackward 
   const float per_column = 1.f / static_cast<float>(a.cols);
   const auto statistic = [&](const float* p, int row) { return p && row >= 0 ? __ldg(p + row) : 0.f; };
   float next_mean = statistic(a.mean, first), next_rstd = statistic(a.rstd, first);
+  for (int s = 0; s < stages; ++s) fetch(first - s * stride, s);
 
   int stage = 0, parity = 0;
   for (int row = first; row + group >= 0; row -= stride) {

@@ -1,5 +1,4 @@
-// Norms a row at a time: the statistics, with the amax of y where it is asked for, and y from statistics that are
-// known.
+// Norms a row at a time: the statistics with y, or with its amax alone, and y from statistics that are known.
 #pragma once
 
 #include "core/tile.cuh"
@@ -105,12 +104,14 @@ struct Normalized {
   }
 };
 
-// ---- The statistics of rows of whole vectors, with the amax of y. A row is in the registers of one warp or of more;
-// ---- each warp's mean and sum of squared differences are joined (Chan, Golub and LeVeque, 1979). After a warp's first
-// ---- row, values of y are computed only where they may exceed the most that is known so far: of a thread's, none is
-// ---- larger than its largest |x| and the mean say, times its largest |gamma|, plus its largest |beta|.
+// ---- Rows of whole vectors, each in the registers of one warp or of more: the statistics and y, or its amax alone.
+// ---- Each warp's mean and sum of squared differences are joined (Chan, Golub and LeVeque, 1979). Where y is written,
+// ---- a thread asks for 8 values of its next row as soon as it is done with those of this one. Where it is not, values
+// ---- of y are computed after a warp's first row only where they may exceed the most that is known so far: of a
+// ---- thread's, none is larger than its largest |x| and the mean say, times its largest |gamma|, plus its largest
+// ---- |beta|.
 
-constexpr int kMeasureThreads = 512;
+constexpr int kNormThreads = 512;
 constexpr float kBoundError = 1.f + 0x1p-18f;  // of so few roundings
 
 // max |x| of a thread, NaN where one is; pairs of 16 bits at once, whose signs do not matter.
@@ -146,19 +147,29 @@ struct RowParameters {
       : values(static_cast<float4*>(memory)), most(reinterpret_cast<float*>(values + cols / 2)), vectors(cols / 8) {}
   static int64_t bytes(int64_t cols) { return cols / 8 * 2 * (2 * sizeof(float4) + sizeof(float)); }
 
-  // By a block, which then meets at a barrier.
-  __device__ __forceinline__ void fill(const Parameter& gamma, const Parameter& beta) const {
-    for (int u = threadIdx.x; u < 2 * vectors; u += blockDim.x) {
-      const int which = u >= vectors, at = u - which * vectors;
-      float v[8];
-      if (which) {
-        beta.get8(at * 8, 8, true, v);
-      } else {
-        gamma.get8(at * 8, 8, true, v);
+  // By a block, which then meets at a barrier. `ask`: for what is wanted next; behind
+  // much else the parameters would come late.
+  template <typename Ask>
+  __device__ __forceinline__ void fill(const Parameter& gamma, const Parameter& beta, Ask ask) const {
+    int at = threadIdx.x;
+    float v[2][8];
+    const auto load = [&] {
+      if (at >= vectors) return;
+      gamma.get8(at * 8, 8, true, v[0]);
+      beta.get8(at * 8, 8, true, v[1]);
+    };
+    load();
+    ask();
+    for (; at < vectors; at += blockDim.x, load()) {
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* four = v[which] + 4 * h;
+          values[(2 * which + h) * vectors + at] = make_float4(four[0], four[1], four[2], four[3]);
+        }
+        most[which * vectors + at] = max_abs(0.f, v[which]);
       }
-      values[2 * which * vectors + at] = make_float4(v[0], v[1], v[2], v[3]);
-      values[(2 * which + 1) * vectors + at] = make_float4(v[4], v[5], v[6], v[7]);
-      most[u] = max_abs(0.f, v);
     }
   }
   __device__ __forceinline__ void get8(int which, int vector, float (&v)[8]) const {
@@ -170,17 +181,26 @@ struct RowParameters {
   }
 };
 
-// A row takes kWarps warps, whose threads have kVectors times 8 values of it.
-template <typename T, int kWarps, int kVectors>
-__global__ void __launch_bounds__(kMeasureThreads, kVectors * sizeof(T) <= 16 ? 2 : 1)
-    measure_rows(const Norm a, const Result out) {
-  constexpr int kGroup = kWarps * 32, kAtOnce = kMeasureThreads / kGroup;
+// A barrier of kCount threads of a block, of one of 16 numbers; 0 is __syncthreads.
+template <int kCount>
+__device__ __forceinline__ void barrier_of_threads(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kCount) : "memory");
+}
+
+// A row takes kWarps warps, whose threads have kVectors times 8 values of it. y is written from the last row to the
+// first, see cuda.cuh.
+template <typename T, int kWarps, int kVectors, bool kWrites, Stored kStored>
+__global__ void __launch_bounds__(kNormThreads, kVectors * sizeof(T) <= 4   ? 3
+                                                : kVectors * sizeof(T) <= 8 ? 2
+                                                                            : 1)
+    norm_rows(const Norm a, const Result out) {
+  constexpr int kGroup = kWarps * 32, kAtOnce = kNormThreads / kGroup;
   extern __shared__ __align__(16) unsigned char parameter_memory[];
   __shared__ float2 parts[2][kAtOnce][kWarps];  // by row, as the next one's are sent while some still read
   __shared__ BlockAmax amax;
   const int rows = static_cast<int>(out.rows), cols = static_cast<int>(out.cols), vectors = cols / 8;
   const int lane = threadIdx.x % 32, in_row = threadIdx.x % kGroup, of_block = threadIdx.x / kGroup;
-  const bool measured = out.amax.value;
+  const bool normalizes = kWrites || out.amax.value;
   const auto vector = [&](int v) { return v * kGroup + in_row; };
   const auto columns_of = [&](int warp) {
     int count = 0;
@@ -193,36 +213,44 @@ __global__ void __launch_bounds__(kMeasureThreads, kVectors * sizeof(T) <= 16 ? 
   __shared__ float counts[kWarps];
   if (threadIdx.x < kWarps) counts[threadIdx.x] = columns_of(threadIdx.x);
 
+  // The nth row to be taken, the last again beyond it, and where it begins for this thread.
+  const auto row_of = [&](int n) { return kWrites ? max(rows - 1 - n, 0) : min(n, rows - 1); };
+  const auto offset = [&](int n) { return int64_t{row_of(n)} * cols + in_row * 8; };
+  const auto load = [&](int n, int v) {
+    return load8</*kOnlyReads=*/!kWrites>(static_cast<const T*>(a.x) + offset(n) + v * kGroup * 8);
+  };
   const int stride = static_cast<int>(gridDim.x) * kAtOnce;
-  int row = static_cast<int>(blockIdx.x) * kAtOnce + of_block;
+  int n = static_cast<int>(blockIdx.x) * kAtOnce + of_block;
   Vec8<T> raw[kVectors];
-  const auto fetch = [&] {  // a row beyond the last is the last again
-    const T* const x = static_cast<const T*>(a.x) + int64_t{min(row, rows - 1)} * cols + in_row * 8;
+  const auto fetch = [&] {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       raw[v] = {};
-      if (vector(v) < vectors) raw[v] = load8<true>(x + v * kGroup * 8);
+      if (vector(v) < vectors) raw[v] = load(n, v);
     }
   };
-  fetch();
   const RowParameters parameters(parameter_memory, cols);
   float gamma_most = 0.f, beta_most = 0.f;
-  if (measured) {
-    parameters.fill(a.gamma, a.beta);
+  if (normalizes) {
+    parameters.fill(a.gamma, a.beta, fetch);
     __syncthreads();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (vector(v) >= vectors) continue;
+      if (kWrites || vector(v) >= vectors) continue;
       gamma_most = max_abs(gamma_most, parameters.most[vector(v)]);
       beta_most = max_abs(beta_most, parameters.most[vectors + vector(v)]);
     }
+  } else {
+    fetch();
   }
+  const float scale = kWrites ? out.scale.get() : 1.f;
+  if (kWrites && blockIdx.x == 0 && threadIdx.x == 0) out.scale.store_inverse(scale);
 
-  float most = 0.f, known = 0.f;
+  float most[2] = {}, known = 0.f;
   int turn = 0;
-  for (int row0 = static_cast<int>(blockIdx.x) * kAtOnce; row0 < rows; row0 += stride, row += stride, ++turn) {
-    if (turn) fetch();
-    if (turn && !(turn & (turn - 1)) && measured) known = out.amax.so_far();
+  for (int first = static_cast<int>(blockIdx.x) * kAtOnce; first < rows; first += stride, n += stride, ++turn) {
+    if (!kWrites && turn) fetch();
+    if (!kWrites && normalizes && turn && !(turn & (turn - 1))) known = out.amax.so_far();
     float mean_here = 0.f, squares = 0.f;
     bool precise = false;
     if constexpr (sizeof(T) == 2) {
@@ -253,70 +281,104 @@ __global__ void __launch_bounds__(kMeasureThreads, kVectors * sizeof(T) <= 16 ? 
     if (kWarps > 1) {
       float2(&of_row)[kWarps] = parts[turn % 2][of_block];
       if (lane == 0) of_row[in_row / 32] = {mean_here, squares};
-      __syncthreads();
+      barrier_of_threads<kGroup>(1 + of_block);
       const float2 part = of_row[lane % kWarps];
       const float count = counts[lane % kWarps];
       mean = sum_of_lanes<kWarps>(part.x * count) * per_column;
       const float off = part.x - mean;
       squares = sum_of_lanes<kWarps>(part.y + count * (off * off));
     }
-    const float rstd = rsqrtf(squares * per_column + a.epsilon);
-    if (in_row == 0 && row < rows) {
-      if (a.mean) a.mean[row] = mean;
-      a.rstd[row] = rstd;
+    const float rstd = rsqrtf(squares * per_column + a.epsilon), shift = -mean * rstd;
+    if (n >= rows) break;
+    if (in_row == 0) {
+      if (a.mean) a.mean[row_of(n)] = mean;
+      a.rstd[row_of(n)] = rstd;
     }
 
-    if (!measured) continue;
-    most = max_abs(most, known);
-    const float bound = fmaf((most_abs(raw) + fabsf(mean)) * rstd, gamma_most, beta_most) * kBoundError;
-    if (!turn || !(bound <= most)) {
+    if (!normalizes) continue;
+    const auto normalize = [&](int v, float (&y)[8]) {
+      float gamma[8], beta[8];
+      parameters.get8(0, vector(v), gamma);
+      parameters.get8(1, vector(v), beta);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) y[j] = normalized(raw[v][j], rstd, shift, gamma[j], beta[j]);
+    };
+    if constexpr (kWrites) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (vector(v) >= vectors) continue;
-        float gamma[8], beta[8];
-        parameters.get8(0, vector(v), gamma);
-        parameters.get8(1, vector(v), beta);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) most = max_abs(most, normalized(raw[v][j], rstd, -mean * rstd, gamma[j], beta[j]));
+        float y[8];
+        normalize(v, y);
+        raw[v] = load(n + stride, v);
+        store_result<kStored>(out, offset(n) + v * kGroup * 8, scale, y, 8, true, most[v % 2]);
       }
+    } else {
+      most[0] = max_abs(most[0], known);
+      const float bound = fmaf((most_abs(raw) + fabsf(mean)) * rstd, gamma_most, beta_most) * kBoundError;
+      if (!turn || !(bound <= most[0])) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          if (vector(v) >= vectors) continue;
+          float y[8];
+          normalize(v, y);
+          most[0] = max_abs(most[0], y);
+        }
+      }
+      if (turn || threadIdx.x < 32) out.amax.note(most[0], known);  // of all warps at once they would queue up
     }
-    if (turn || threadIdx.x < 32) out.amax.note(most, known);  // of all warps at once they would queue up
   }
-  amax.note(most);
+  amax.note(max_abs(most[0], most[1]));
   __syncthreads();
   amax.merge(out.amax);
 }
 
-template <typename T, int kWarps, int kVectors>
-cudaError_t launch_measure_rows(cudaStream_t stream, const Norm& a, const Result& out) {
-  const auto kernel = measure_rows<T, kWarps, kVectors>;
-  Launch l{0, kMeasureThreads, out.amax.value ? static_cast<int>(RowParameters::bytes(out.cols)) : 0};
+// ---- Launching
+
+template <typename T, int kWarps, int kVectors, bool kWrites, Stored kStored>
+cudaError_t launch_rows_as(cudaStream_t stream, const Norm& a, const Result& out) {
+  static_assert(kWarps * 32 <= kNormThreads);
+  const auto kernel = norm_rows<T, kWarps, kVectors, kWrites, kStored>;
+  Launch l{0, kNormThreads, kWrites || out.amax.value ? static_cast<int>(RowParameters::bytes(out.cols)) : 0};
   int resident = 0;
   if (const cudaError_t error = resident_clusters(l, kernel, &resident); error != cudaSuccess) return error;
-  l.blocks = std::min<int64_t>(ceil_div(out.rows * kWarps * 32, kMeasureThreads), resident);
+  l.blocks = std::min<int64_t>(ceil_div(out.rows * kWarps * 32, kNormThreads), resident);
   return launch(l, stream, kernel, a, out);
 }
 
-constexpr int64_t kMostMeasured = 16384;  // columns
-
-// Whether rows of whole vectors can be measured so.
-inline bool measurable(const Result& out) {
-  return out.rows < kMostRows && out.cols <= kMostMeasured &&
-         RowParameters::bytes(out.cols) + 2048 <= current_device().block_shared_memory;
+// By the row's width, with kVectors of 8 values a thread up to 8 warps a row.
+template <typename T, int kVectors, bool kWrites, Stored kStored>
+auto rows_up_to_8_warps(int64_t cols) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
+  constexpr int64_t kOfWarp = kVectors * 256;
+  if (cols <= kOfWarp) return launch_rows_as<T, 1, kVectors, kWrites, kStored>;
+  if (cols <= 2 * kOfWarp) return launch_rows_as<T, 2, kVectors, kWrites, kStored>;
+  if (cols <= 4 * kOfWarp) return launch_rows_as<T, 4, kVectors, kWrites, kStored>;
+  return cols <= 8 * kOfWarp ? launch_rows_as<T, 8, kVectors, kWrites, kStored> : nullptr;
 }
 
-// A thread has 32 registers of a row, so that two blocks share a multiprocessor and one loads while another computes;
-// beyond 8192 values of 16 bits 64, as a row of 8 warps waits longer.
+constexpr int64_t kWidestRow = 16384;  // columns
+
+// The launch of whole rows as these, null where there is none. A thread has 16 registers of a row, so that two blocks
+// share a multiprocessor and one loads while another computes; beyond 8192 values of 16 bits 64, as a row of 16 warps
+// waits longer. y of 16 bits asks for so little computation that three blocks with 8 are faster; of 8192 columns strips
+// are.
 template <typename T>
-cudaError_t launch_measure_rows(cudaStream_t stream, const Norm& a, const Result& out) {
-  constexpr int kVectors = 16 / sizeof(T), kOfWarp = kVectors * 256;
-  if (out.cols <= kOfWarp / 2) return launch_measure_rows<T, 1, kVectors / 2>(stream, a, out);
-  if (out.cols <= kOfWarp) return launch_measure_rows<T, 1, kVectors>(stream, a, out);
-  if (out.cols <= 2 * kOfWarp) return launch_measure_rows<T, 2, kVectors>(stream, a, out);
-  if (out.cols <= 4 * kOfWarp) return launch_measure_rows<T, 4, kVectors>(stream, a, out);
-  constexpr int kWarps = kMostMeasured / (2 * kOfWarp);
-  static_assert(kWarps <= kMeasureThreads / 32);
-  return launch_measure_rows<T, kWarps, 2 * kVectors>(stream, a, out);
+auto rows_of(const Result& out) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
+  if (out.y_t || out.rows >= kMostRows || out.cols > kWidestRow ||
+      RowParameters::bytes(out.cols) + 2048 > current_device().block_shared_memory) {
+    return nullptr;
+  }
+  constexpr int kVectors = 8 / sizeof(T), kWide = 4 * kVectors, kWideWarps = kWidestRow / (kWide * 256);
+  const auto any_width = [&](auto writes, auto stored) {
+    const auto narrow = rows_up_to_8_warps<T, kVectors, writes(), stored()>(out.cols);
+    return narrow ? narrow : launch_rows_as<T, kWideWarps, kWide, writes(), stored()>;
+  };
+  using Float = std::integral_constant<Stored, Stored::kFloat>;
+  if (!out.y) return any_width(std::false_type{}, Float{});
+  if (out.dtype == DType::F8E4M3FN) return any_width(std::true_type{}, std::integral_constant<Stored, Stored::kE4M3>{});
+  if constexpr (sizeof(T) == 2) {
+    if (!is_fp8(out.dtype)) return rows_up_to_8_warps<T, 2, true, Stored::kFloat>(out.cols);
+  }
+  return nullptr;
 }
 
 // ---- The statistics of any row.

@@ -34,7 +34,7 @@ struct Strip {
   float2 parts[2][kStripRows][kLargestCluster];              // mean, sum of squared differences; by strip, row, block
   float2 after_next[2];                                      // x: the bits of that strip's first row; by strip
   uint64_t arrived[2];                                       // what the blocks sent to `parts` and `after_next`
-  alignas(16) TransposedTile<kStripRows, kCols> transposed;  // not there without y_t
+  alignas(16) TransposedTile<kStripRows, kCols> transposed;  // not there where y is not FP8
 };
 
 #ifdef TE_CLUSTERS
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
 #ifdef TE_CLUSTERS
   using S = Strip<T, kSteps>;
   constexpr bool kExchangesEarly = kSteps > 2, kByTensorCores = kExchangesEarly && sizeof(T) == 2;
-  constexpr bool kThroughL1 = kSteps == 2 || kStored == Stored::kFloat;
+  constexpr bool kTransposes = kStored != Stored::kFloat, kThroughL1 = kSteps == 2 || !kTransposes;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   S& shared = *reinterpret_cast<S*>(shared_memory);
   __shared__ BlockAmax amax;
@@ -107,17 +107,24 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
       }
     }
   };
-  fetch(first);
-  for (int u = threadIdx.x; u < kSteps * 32 && u * 8 < cols_here; u += kStripThreads) {
+  {  // gamma and beta, which would come late behind the strip
+    static_assert(kSteps * 32 <= kStripThreads);
+    const int u = threadIdx.x;
+    const bool mine = u < kSteps * 32 && u * 8 < cols_here;
     float v[2][8];
-    a.gamma.get8(col0 + u * 8, 8, true, v[0]);
-    a.beta.get8(col0 + u * 8, 8, true, v[1]);
+    if (mine) {
+      a.gamma.get8(col0 + u * 8, 8, true, v[0]);
+      a.beta.get8(col0 + u * 8, 8, true, v[1]);
+    }
+    fetch(first);
+    if (mine) {
 #pragma unroll
-    for (int p = 0; p < 2; ++p) {
+      for (int p = 0; p < 2; ++p) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        shared.parameters[p][u / 32][h][u % 32] =
-            make_float4(v[p][4 * h], v[p][4 * h + 1], v[p][4 * h + 2], v[p][4 * h + 3]);
+        for (int h = 0; h < 2; ++h) {
+          shared.parameters[p][u / 32][h][u % 32] =
+              make_float4(v[p][4 * h], v[p][4 * h + 1], v[p][4 * h + 2], v[p][4 * h + 3]);
+        }
       }
     }
   }
@@ -271,7 +278,7 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
 
     // ---- y, and the strip's bytes for y_t, once all have stored the last strip's. If not ahead, all had before they
     // sent.
-    if (kStored != Stored::kFloat && out.y_t && (kExchangesEarly || cluster == 1)) __syncthreads();
+    if (kTransposes && (kExchangesEarly || cluster == 1)) __syncthreads();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (kExchangesEarly && step == kSteps / 2 && row1 >= 0) {
@@ -299,11 +306,9 @@ __global__ void __launch_bounds__(kStripThreads, Strip<T, kSteps>::kBlocks)
         bytes[0][i] = q.x;
         bytes[1][i] = q.y;
       }
-      if (kStored != Stored::kFloat && out.y_t) {
-        shared.transposed.put_transposed((step * 32 + lane) * 8, warp, bytes);
-      }
+      if (kTransposes) shared.transposed.put_transposed((step * 32 + lane) * 8, warp, bytes);
     }
-    if (kStored != Stored::kFloat && out.y_t) {
+    if (kTransposes) {
       __syncthreads();
       shared.transposed.template store<kStripThreads>(out.y_t, col0, row0, out.cols, out.rows, out.vector_t);
     }
@@ -322,11 +327,11 @@ cudaError_t launch_strips_as(cudaStream_t stream, const Norm& a, const Result& o
   using S = Strip<T, kSteps>;
   const auto kernel = norm_strips<T, kSteps, kStored>;
   const int cluster = static_cast<int>(ceil_div(out.cols, S::kCols));
-  const int shared_memory = sizeof(S) - (out.y_t ? 0 : sizeof(S::transposed));
+  const int shared_memory = sizeof(S) - (kStored == Stored::kFloat ? sizeof(S::transposed) : 0);
   if (shared_memory + kStripStatic > current_device().block_shared_memory) return cudaErrorLaunchOutOfResources;
   Launch l{cluster, kStripThreads, shared_memory, cluster};
-  static std::atomic<int> all_known[kDevices][2][kLargestCluster + 1];  // one more than run at once, 0: not known
-  std::atomic<int>& known = all_known[current_device().id][out.y_t != nullptr][cluster];
+  static std::atomic<int> all_known[kDevices][kLargestCluster + 1];  // one more than run at once, 0: not known
+  std::atomic<int>& known = all_known[current_device().id][cluster];
   if (known == 0) {
     int at_once = 0;
     if (const cudaError_t error = resident_clusters(l, kernel, &at_once); error != cudaSuccess) return error;
@@ -338,7 +343,7 @@ cudaError_t launch_strips_as(cudaStream_t stream, const Norm& a, const Result& o
 }
 template <typename T, int kSteps>
 cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out) {
-  if (out.dtype == DType::F8E4M3FN) return launch_strips_as<T, kSteps, Stored::kE4M3>(stream, a, out);
+  if (is_fp8(out.dtype)) return launch_strips_as<T, kSteps, Stored::kE4M3>(stream, a, out);
   return launch_strips_as<T, kSteps, Stored::kFloat>(stream, a, out);
 }
 
@@ -347,11 +352,11 @@ cudaError_t launch_strips(cudaStream_t stream, const Norm& a, const Result& out)
 // cluster, and none waits for the others' statistics.
 template <typename T>
 auto strips_of(const Result& out) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
-  if (out.dtype == DType::F8E5M2) return nullptr;
+  if (out.rows >= kMostRows || (is_fp8(out.dtype) && (out.dtype != DType::F8E4M3FN || !out.y_t))) return nullptr;
   constexpr int64_t kNarrow = Strip<T, 2>::kCols;
   constexpr bool kAlone = Strip<T, 4>::kBlocks == 1;  // 4 steps leave no room for a second block
   const bool filled = out.cols < kNarrow || out.cols % kNarrow == 0 || kAlone;
-  if (filled && out.cols <= (kAlone || is_fp8(out.dtype) ? 8 : 4) * kNarrow) return launch_strips<T, 2>;
+  if (filled && out.cols <= 8 * kNarrow) return launch_strips<T, 2>;
   return out.cols <= kLargestCluster * Strip<T, 4>::kCols ? launch_strips<T, 4> : nullptr;
 }
 
