@@ -341,7 +341,8 @@ int main(int count, char** arguments) {
       for (const int64_t cols : {40, 257, 1024, 4096, 16384}) norms(rows, cols, dtype);
       for (const int64_t features : {24, 130}) rotations(rows, features, dtype), packed_rows(rows, features, dtype);
       for (const int64_t cols : {40, 257}) dropouts(rows, cols, dtype);
-      for (const int64_t keys : {24, 130, 1000, 4104, 16400}) softmaxes(std::min<int64_t>(rows, 5), keys, dtype);
+      for (const int64_t keys : {24, 300, 1000, 1032, 2056, 4104, 8200, 16400})
+        softmaxes(std::min<int64_t>(rows, 5), keys, dtype);
       std::printf("%d calls\n", calls), std::fflush(stdout);
     }
   }

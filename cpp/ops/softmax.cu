@@ -73,7 +73,7 @@ struct Denominator {
 
 constexpr int kVectors = 4;
 template <int kGroup>
-constexpr int kBlock = kGroup < 128 ? 128 : kGroup;
+constexpr int kBlock = kGroup < 64 ? 128 : kGroup;
 // Blocks of a multiprocessor, at least: of the largest two, so that one loads while the other awaits its sums. In f32 a
 // row leaves registers for one.
 template <typename T, int kGroup>
@@ -270,8 +270,11 @@ __global__ void __launch_bounds__(kLongBlock) softmax_gradient_long_rows(const S
 template <typename F>
 cudaError_t with_group(int64_t keys, F&& f) {
   if (keys <= 8 * 8 * kVectors) return f(std::integral_constant<int, 8>{});
+  if (keys <= 16 * 8 * kVectors) return f(std::integral_constant<int, 16>{});
   if (keys <= 32 * 8 * kVectors) return f(std::integral_constant<int, 32>{});
+  if (keys <= 64 * 8 * kVectors) return f(std::integral_constant<int, 64>{});
   if (keys <= 128 * 8 * kVectors) return f(std::integral_constant<int, 128>{});
+  if (keys <= 256 * 8 * kVectors) return f(std::integral_constant<int, 256>{});
   if (keys <= 512 * 8 * kVectors) return f(std::integral_constant<int, 512>{});
   return f(std::integral_constant<int, 0>{});
 }
