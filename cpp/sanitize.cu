@@ -338,7 +338,7 @@ int main(int count, char** arguments) {
     for (const int64_t rows : all ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{130}) {
       if (!kernels) break;
       for (const int64_t cols : {40, 257, 1024}) casts(rows, cols, dtype), activations(rows, cols, dtype);
-      for (const int64_t cols : {40, 257, 1024, 4096, 16384}) norms(rows, cols, dtype);
+      for (const int64_t cols : {40, 257, 1024, 1536, 4096, 16384}) norms(rows, cols, dtype);
       for (const int64_t features : {24, 130}) rotations(rows, features, dtype), packed_rows(rows, features, dtype);
       for (const int64_t cols : {40, 257}) dropouts(rows, cols, dtype);
       for (const int64_t keys : {24, 300, 1000, 1032, 2056, 4104, 8200, 16400})

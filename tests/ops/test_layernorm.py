@@ -260,6 +260,46 @@ def test_rows_by_the_thousand_are_as_a_few_at_a_time(centred):
         testing.assert_same_bytes(of_all.amax, jnp.max(jnp.stack([few.amax for few in of_few])))
 
 
+# On a GPU a row takes 1 to 16 warps; there are more rows of 4096 than run at once.
+WIDTHS = [(70, 40), (9, 1000), (40, 1536), (150, 2056), (1200, 4096), (7, 8192), (5, 16384), (3, 16392)]
+
+
+@pytest.mark.parametrize("dtype, stored", [(F32, E4M3), (BF16, E4M3), (BF16, BF16), (F16, F32)])
+@pytest.mark.parametrize("shape", WIDTHS)
+def test_rows_of_every_width_without_a_transposed_copy(centred, shape, dtype, stored):
+    x, gamma, beta, _ = inputs(shape, dtype, seed=shape[-1])
+    out = forward(centred, x, gamma, beta, jnp.float32(37) if stored == E4M3 else None, dtype=stored, amax=True)
+    y, mean, rstd, magnitude = exact_norm(x, gamma, beta, centred)
+    assert out.y.dtype == stored and out.y_t is None
+    if stored == E4M3:
+        assert_fp8(out.y, y, 37.0)
+        assert_rounded(out.amax, np.abs(y).max(), magnitude.max(), ulps=16)
+    else:
+        assert_rounded(out.y, y, magnitude, ulps=16)
+        assert float(out.amax) == np.abs(wide(out.y)).max()
+    assert_rounded(out.rstd, rstd, rstd, ulps=16)
+    if centred:
+        assert_rounded(out.mean, mean, np.abs(wide(x)).mean(-1), ulps=16)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", WIDTHS)
+def test_gradients_at_every_width(centred, shape, dtype, residual):
+    x, gamma, beta, dy = inputs(shape, dtype, seed=shape[-1])
+    past = jnp.flip(x, 0) if residual else None
+    _, mean, rstd, _ = exact_norm(x, gamma, beta, centred)
+    statistics = [jnp.asarray(s, F32) for s in ([mean, rstd] if centred else [rstd])]
+    got = (layernorm_bwd if centred else rmsnorm_bwd)(dy, x, gamma, *statistics, past)
+    xhat, wdy = (wide(x) - mean[:, None]) * rstd[:, None], wide(dy) * wide(gamma)
+    dx = wdy - xhat * (wdy * xhat).mean(-1, keepdims=True)
+    dx = rstd[:, None] * (dx - wdy.mean(-1, keepdims=True) if centred else dx)
+    assert relative_error(got.dx, dx + wide(past) if residual else dx) < max(epsilon(dtype), 64 * epsilon(F32))
+    assert relative_error(got.dgamma, (wide(dy) * xhat).sum(0)) < 64 * epsilon(F32)
+    if centred:
+        assert relative_error(got.dbeta, wide(dy).sum(0)) < 64 * epsilon(F32)
+
+
 def test_parameter_sums_over_many_blocks_of_rows(centred):
     x, gamma, beta, dy = inputs((3000, 40))
     out = forward(centred, x, gamma, beta)

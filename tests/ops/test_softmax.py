@@ -14,7 +14,7 @@ from transformer_engine_jax.testing import assert_close, check_kernel, check_op,
 F32, F16, BF16 = DTYPES = jnp.float32, jnp.float16, jnp.bfloat16
 SCALE = 0.37
 BASE = (2, 3, 5, 33)
-# Rows of one lane's share, of whole vectors, of unaligned length, for each number of a GPU's threads, too long for them.
+# Rows of one lane's share, of whole vectors, of unaligned length, for each number of threads, too long for them.
 SHAPES = [(1, 1, 1), (3, 4, 8), (1, 2, 3, 257), (2, 1, 3, 1000), (2, 2, 1025), (1, 3, 2056), (1, 3, 4104), (1, 2, 8200)]
 SHAPES += [(1, 2, 16400)]
 CASES = [("handler", BASE, dtype) for dtype in DTYPES] + [("handler", shape, F32) for shape in SHAPES]
