@@ -108,6 +108,12 @@ __device__ __forceinline__ void copy_quad(uint4* shared, const void* global) {
   }
 }
 
+// A barrier of kCount threads of a block, of one of 16 numbers; 0 is __syncthreads.
+template <int kCount>
+__device__ __forceinline__ void barrier_of_threads(int number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kCount) : "memory");
+}
+
 // For a dtype that is known at run time only.
 __device__ __forceinline__ void load8(const void* p, DType dtype, int64_t i, int n, bool vector, float (&v)[8]) {
   auto get = [&](auto* typed) {

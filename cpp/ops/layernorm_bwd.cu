@@ -43,7 +43,7 @@ __device__ __forceinline__ float2 group_sums(float2 v, float2* slots) {
     constexpr int kWarps = kGroup / 32;
     const int group = threadIdx.x / kGroup;
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = v;
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kGroup) : "memory");
+    barrier_of_threads<kGroup>(group + 1);
     v = slots[group * kWarps + threadIdx.x % kWarps];
     v = {sum_of_lanes<kWarps>(v.x), sum_of_lanes<kWarps>(v.y)};
   }
