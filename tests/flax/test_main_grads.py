@@ -166,14 +166,32 @@ def test_a_module_used_twice(rec):
     testing.assert_close(got, expected, F32)
 
 
-def test_nothing_is_made_that_was_not_asked_for():
-    model = MODELS["layer"][0]
+class Mapped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, STATE_COLLECTION: 0, MAIN_GRADS_COLLECTION: 0}
+        options = dict(split_rngs={"params": True}, in_axes=(0, None), metadata_params={nn.PARTITION_NAME: "each"})
+        return nn.vmap(Block, variable_axes=axes, **options)(name="each")(x, None)
+
+
+class SharedInScan(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        shared = ("params", MAIN_GRADS_COLLECTION)
+        return nn.scan(Block, variable_broadcast=shared, split_rngs={"params": False}, length=2)(name="all")(x, None)
+
+
+@pytest.mark.parametrize("model", [Layer(), Mixed(), Mapped(), SharedInScan()], ids=lambda m: type(m).__name__)
+def test_nothing_is_made_that_was_not_asked_for(model):
+    """A call that makes a buffer takes the kernel's gradient, in transforms that name the collection too."""
     variables = model.init(jax.random.key(0), XS[0])
     assert set(variables) == {"params"}
-    _, written = model.apply(variables, XS[0], mutable=True)
-    assert MAIN_GRADS_COLLECTION not in written
-    _, written = model.apply(variables, XS[0], mutable=flax.core.DenyList("params"))
-    assert MAIN_GRADS_COLLECTION not in written
+    assert te_flax.main_grads(model, variables, XS[0])
+    for mutable in (True, flax.core.DenyList("params")):
+        _, written = model.apply(variables, XS[0], mutable=mutable)
+        assert MAIN_GRADS_COLLECTION not in written
+        grads = jax.grad(lambda v: jnp.sum(jnp.sin(first(model.apply(v, XS[0], mutable=mutable)[0]))))(variables)
+        assert all(jnp.any(g) for g in jax.tree.leaves(grads))
 
 
 def test_buffers_are_placed_and_boxed_as_kernels_are():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import flax
@@ -30,6 +31,10 @@ STATE_COLLECTION = "_overwrite_with_gradient"
 
 # Buffers of kernels' gradients, see te_flax.main_grads.
 MAIN_GRADS_COLLECTION = "main_grads"
+
+# Whether te_flax.main_grads asks which kernels have buffers. Mutability does not tell: in a transform that names the
+# collection a module sees it named whatever the call, and a call that makes a buffer takes the kernel's gradient.
+MAKES_MAIN_GRADS: ContextVar[bool] = ContextVar("makes_main_grads", default=False)
 
 for _type in (AttentionState, GemmState):
     flax.serialization.register_serialization_state(
@@ -101,9 +106,8 @@ class Fp8Module(nn.Module):
     def make_kernel(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):
         """A parameter as `dense` takes it: with the buffer of its gradient, where there is one."""
         kernel = self.make_param(name, init, axes, shape, dtype)
-        # Made where a call asks for the collection by name (te_flax.main_grads); not by init, or mutable=True.
-        mutable = self.is_mutable_collection
-        if not self.has_variable(MAIN_GRADS_COLLECTION, name) and (not mutable(MAIN_GRADS_COLLECTION) or mutable("")):
+        made = MAKES_MAIN_GRADS.get() and self.is_mutable_collection(MAIN_GRADS_COLLECTION)
+        if not made and not self.has_variable(MAIN_GRADS_COLLECTION, name):
             return kernel
         return Accumulating(
             kernel, self.variable(MAIN_GRADS_COLLECTION, name, jnp.zeros, tuple(shape), jnp.float32).value

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, STATE_COLLECTION
+from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, MAKES_MAIN_GRADS, STATE_COLLECTION
 from transformer_engine_jax.flax.state import shapes_of_call
 
 
@@ -35,7 +35,11 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     """
     rest = {name: value for name, value in variables.items() if name != MAIN_GRADS_COLLECTION}
     mutable = [MAIN_GRADS_COLLECTION, STATE_COLLECTION, *[name for name in rest if name != "params"]]
-    needed = shapes_of_call(model, rest, args, kwargs, mutable).get(MAIN_GRADS_COLLECTION, {})
+    token = MAKES_MAIN_GRADS.set(True)
+    try:
+        needed = shapes_of_call(model, rest, args, kwargs, mutable).get(MAIN_GRADS_COLLECTION, {})
+    finally:
+        MAKES_MAIN_GRADS.reset(token)
     return _zeros(flax.core.unfreeze(needed), variables["params"])
 
 
