@@ -55,14 +55,14 @@ def assign(call: Call, axes: Axes, mesh: Mapping[str, int], present, *specs: Seq
     used: set[str] = set()
     for (_, names), shape, spec in deciding or found[: len(specs[0])]:
         for name, size, entry in zip(names, shape, spec):
-            entry = _dividing(size, kernel.units.get(name, 1), names_of(entry), mesh)
+            entry = dividing(size, kernel.units.get(name, 1), names_of(entry), mesh)
             if entry and name not in assigned and name not in whole and not used.intersection(entry):
                 assigned[name] = entry
                 used.update(entry)
     return assigned
 
 
-def _dividing(size: int, unit: int, names: Sequence[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
+def dividing(size: int, unit: int, names: Sequence[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The first of these mesh axes, as many as an axis of this size divides over in multiples of the unit."""
     count, kept = unit, ()
     for name in names:

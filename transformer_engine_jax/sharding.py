@@ -11,10 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax._src.mesh import thread_resources
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.autocast import MeshResource, current
-from transformer_engine_jax.partition import names_of
+from transformer_engine_jax.partition import dividing, names_of
 
 # Logical axes that the modules use: of activations batch, seqlen, seqlen_tp (between the products, under sequence
 # parallelism), embed_activations, heads, mlp; of parameters embed (of the residual stream), mlp and heads (what tensor
@@ -132,12 +132,29 @@ def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
     free = [name is FREE or (name == "batch" and entry is None) for name, entry in zip(axes, spec)]
     if mesh.explicit_axes:
         own = jax.typeof(x).sharding.spec
-        given = [o if f else _among(s, mesh.explicit_axes) for f, o, s in zip(free, own, spec)]
+        given = [o if f else _among(s, mesh.explicit_axes, n) for f, o, s, n in zip(free, own, spec, x.shape)]
         x = jax.sharding.reshard(x, PartitionSpec(*given))
     if mesh.auto_axes:
-        given = [FREE if f else _among(s, mesh.auto_axes) for f, s in zip(free, spec)]
+        sizes = [None] * x.ndim if isinstance(x, jax.core.Tracer) else x.shape  # a program may have uneven shards
+        given = [FREE if f else _among(s, mesh.auto_axes, n) for f, s, n in zip(free, spec, sizes)]
         x = jax.lax.with_sharding_constraint(x, PartitionSpec(*given))
     return x
+
+
+def with_whole_parts(x: jax.Array, parts: int) -> jax.Array:
+    """x[.., n], sharded over no more explicit mesh axes than divide its parts, so that it can be cut into these."""
+    sharding = jax.typeof(x).sharding
+    names = names_of(sharding.spec[-1]) if sharding.mesh.explicit_axes else ()
+    kept = dividing(parts, 1, names, sharding.mesh.shape)
+    if kept == names:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], kept or None)))
+
+
+def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x, of as many axes as `like`, on explicit mesh axes sharded as that is."""
+    sharding = jax.typeof(like).sharding
+    return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
 
 
 def _flax():
@@ -171,9 +188,11 @@ def _spec(axes: Axes) -> PartitionSpec:
     return PartitionSpec(*[found.get(name) for name in axes])
 
 
-def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str]) -> tuple[str, ...] | None:
-    """An entry of a partition spec, of these mesh axes alone."""
-    return tuple(name for name in names_of(entry) if name in axes) or None
+def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str], size: int | None) -> tuple[str, ...] | None:
+    """An entry of a partition spec, of these mesh axes alone, and of those that divide the size, if that is given."""
+    names = tuple(name for name in names_of(entry) if name in axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    return (names if size is None else dividing(size, 1, names, mesh.shape)) or None
 
 
 class SequenceShards(NamedTuple):

@@ -172,6 +172,29 @@ def test_sharded_is_unsharded(explicit):
     testing.assert_close(np.concatenate(outs, axis=1), expected, 2 * F32)
 
 
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_the_cache_that_init_makes_on_a_mesh(explicit, batch):
+    """Sharded as the keys are; one token is fewer than the devices that share the sequence."""
+    layer = Layer(enable_rotary_pos_emb=True, enable_sequence_parallel=True)
+    x = jnp.concatenate([X, X[:1]])[:batch]
+    expected = jax.jit(layer.apply)(nn.unbox(layer.init(jax.random.key(0), x)), x)
+    mesh = testing.mesh_of((2, 2), ("data", "model"), explicit=explicit)
+    resource = te.MeshResource(dp_resource="data", tpsp_resource="model")
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
+        variables = jax.jit(partial(layer.init, decode=True))(jax.random.key(0), x)
+        params, cache = variables["params"], {"cache": variables["cache"]}
+        step = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))
+        outs = []
+        for at, n in ((0, 4), (4, 3), (7, 1)):
+            out, cache = step({"params": params, **cache}, x[:, at : at + n])
+            outs.append(jax.device_get(out))
+        if explicit:
+            spec = cache["cache"]["attention"]["cached_key"].sharding.spec
+            assert (*spec, None, None)[:3] == ("data" if batch == 2 else None, None, "model")
+    testing.assert_close(np.concatenate(outs, axis=1), expected, 2 * F32)
+
+
 class Stack(nn.Module):
     decode: bool = False
 

@@ -63,6 +63,10 @@ CASES = {
     "sequence": ("sequence", partial(Layer, attention_dropout=0.0, use_bias=True, enable_sequence_parallel=True)),
     "learnable": ("dp and tp", partial(Layer, **still, softmax_type="learnable")),
     "lora": ("fsdp and tp", partial(Layer, **still, low_rank_adaptation_scope="all")),
+    "lora, sequence": (
+        "sequence",
+        partial(Layer, **still, enable_sequence_parallel=True, low_rank_adaptation_scope="all"),
+    ),
     "scan": ("fsdp and tp", Scanned),
     "decoder": ("fsdp and tp", Decoder),
 }

@@ -26,6 +26,7 @@ def gradients(layer, variables, x, rec, resource=None):
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(variables, x)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("rec", [None, DELAYED, CURRENT], ids=["off", "delayed", "current"])
 @pytest.mark.parametrize(
     "shape, fields, resource",
@@ -35,12 +36,12 @@ def gradients(layer, variables, x, rec, resource=None):
     ],
     ids=["batch", "sequence"],
 )
-def test_gradients_and_states_are_those_of_one_device(shape, fields, resource, rec):
+def test_gradients_and_states_are_those_of_one_device(shape, fields, resource, rec, explicit):
     x, layer = jax.random.normal(jax.random.key(0), shape), FusedLayer(**fields)
     variables = steps.randomized(steps.init(layer, x, rec=DELAYED))
     with steps.autocast(DELAYED):
         variables = steps.settle(layer.apply, variables, x, steps=2)
-    mesh = testing.mesh_of((2, 4), ("data", "model"))
+    mesh = testing.mesh_of((2, 4), ("data", "model"), explicit=explicit)
     with jax.default_device(mesh.devices.flat[0]):
         expected = gradients(layer, *jax.device_get((variables, x)), rec)
     with testing.on_mesh(mesh):
@@ -50,8 +51,8 @@ def test_gradients_and_states_are_those_of_one_device(shape, fields, resource, r
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("heads, size", [(4, 6), (2, 12)])
-def test_heads_whose_shards_are_no_multiple_of_8(heads, size, explicit):
+@pytest.mark.parametrize("heads, size", [(4, 6), (2, 12), (3, 8)])
+def test_heads_whose_shards_are_no_multiple_of_8_or_uneven(heads, size, explicit):
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
     layer = te_flax.MultiHeadAttention(size, heads, attention_dropout=0.0, attn_mask_type="causal")
     boxed = steps.init(layer, x, rec=DELAYED, unbox=False)

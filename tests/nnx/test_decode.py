@@ -8,7 +8,10 @@ import pytest
 import steps
 import twins
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import testing
@@ -59,3 +62,19 @@ def test_chunks_and_tokens_equal_the_full_pass(case):
     assert jax.tree.structure(te_nnx.to_linen(model)) == jax.tree.structure(variables)
     model.init_cache(x.shape, x.dtype)
     testing.assert_same_bytes(step(model, jax.lax.slice_in_dim(x, 0, 3, axis=time)), outs[0])
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_on_a_mesh_the_cache_is_sharded_as_the_keys_are(explicit):
+    model = twins.make(te_nnx.TransformerLayer, **LAYER, enable_rotary_pos_emb=True)
+    expected = nnx.jit(lambda m: m(X))(model)
+    graph, state = nnx.split(model)
+    mesh = testing.mesh_of((2, 2), ("data", "model"), explicit=explicit)
+    resource = te.MeshResource(dp_resource="data", tp_resource="model")
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
+        model = nnx.merge(graph, jax.device_put(jax.device_get(state), NamedSharding(mesh, P())))
+        model.init_cache(X.shape, X.dtype)
+        step = nnx.jit(lambda m, x: m(x, decode=True))
+        outs = [step(model, X[:, at : at + n]) for at, n in ((0, 5), (5, 1), (6, 2))]
+        assert model.attention.cached_key.get_value().sharding.spec[:3] == ("data", None, "model")
+    testing.assert_close(np.concatenate(jax.device_get(outs), axis=1), expected, 2 * emulated.F32)

@@ -157,7 +157,7 @@ class MultiHeadAttention(nn.Module):
         """([query, key, value] turned and normed, in decoding those of the cache; the first token's place in it)."""
         start, cached = None, self.has_variable("cache", "cache_index")
         if decode and (is_self or turns[0] is not None):
-            index = self._cache("cache_index", (), jnp.int32)
+            index = self._cache("cache_index", jnp.zeros((), jnp.int32))
             start = index.value
             index.value = start + (query.shape[1] if cached else 0)
         sequences = sequences if "padding" in self.attn_mask_type else None
@@ -173,18 +173,19 @@ class MultiHeadAttention(nn.Module):
     def _qk_norm(self, name: str) -> LayerNorm | None:
         return None if self.qk_norm_type in (None, "l2norm") else LayerNorm(name=name, **qk_norm_fields(self))
 
-    def _cache(self, name: str, shape, dtype) -> nn.Variable:
+    def _cache(self, name: str, like) -> nn.Variable:
+        """A variable of the cache, made as zeros."""
         if not self.is_mutable_collection("cache"):
             raise ValueError(
                 "MultiHeadAttention: decode=True writes the KV cache, but the collection is not mutable; call "
                 "apply(variables, ..., decode=True, mutable=['cache']), with the 'cache' that init(..., decode=True) "
                 "makes for inputs of the greatest length"
             )
-        return self.variable("cache", name, jnp.zeros, shape, dtype)
+        return self.variable("cache", name, jnp.zeros_like, like)
 
     def _cached(self, key, value, start, cached: bool):
         """Keys and values of the cache with these in it; the call that makes the cache leaves it empty."""
-        variables = [self._cache(f"cached_{n}", x.shape, x.dtype) for n, x in (("key", key), ("value", value))]
+        variables = [self._cache(f"cached_{n}", x) for n, x in (("key", key), ("value", value))]
         if not cached:
             return key, value
         cache = KVCache(*[v.value for v in variables], start).append(key, value)

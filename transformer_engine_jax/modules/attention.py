@@ -23,7 +23,7 @@ from transformer_engine_jax.ops.layernorm_projections import layernorm_projectio
 from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_qkv, rope_table
 from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantizers import keep
-from transformer_engine_jax.sharding import activation_axes
+from transformer_engine_jax.sharding import activation_axes, with_whole_parts
 
 SCOPES = ("none", "all", *(f"{how}{what}" for how in ("", "exclude_") for what in ("qkv_proj", "output_proj", "mlp")))
 
@@ -176,7 +176,8 @@ def normed_and_turned(module: Any, norm: Callable | None, x, turn, at) -> jax.Ar
 
 def by_head(module: Any, x) -> jax.Array:
     """x [B, S, .., heads * head_dim], or transposed, as [B, S, .., heads, head_dim]."""
-    x = x.reshape(*x.shape[:-1], x.shape[-1] // module.head_dim, module.head_dim)
+    heads = x.shape[-1] // module.head_dim
+    x = with_whole_parts(x, heads).reshape(*x.shape[:-1], heads, module.head_dim)
     return jnp.swapaxes(x, 0, 1) if module.transpose_batch_sequence else x
 
 

@@ -15,7 +15,7 @@ from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantizers import GemmQuantizers, keep
-from transformer_engine_jax.sharding import constrain
+from transformer_engine_jax.sharding import constrain, sharded_as
 
 
 def contracted_axes(x: jax.Array, axis) -> tuple[int, ...]:
@@ -166,4 +166,4 @@ def _run(module: Any, x, product: Callable, bias, adapt: Adapt | None) -> tuple[
     quantizers, unused = module.gemm_quantizers("gemm", fp8, module.quantization_checkpoint_name)
     with scope:
         y = product(x, k_axes, quantizers, None if module.return_bias else bias)
-    return keep(y if adapt is None else y + adapt(x, k_axes), unused), bias
+    return keep(y if adapt is None else y + sharded_as(adapt(x, k_axes), y), unused), bias

@@ -17,7 +17,7 @@ from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.precision import in_fp8, mlp_products
 from transformer_engine_jax.quantizers import GemmQuantizers, keep
-from transformer_engine_jax.sharding import constrain
+from transformer_engine_jax.sharding import constrain, sharded_as
 
 
 class MlpParameters(NamedTuple):
@@ -88,7 +88,7 @@ def _stage_by_stage(
             kernel_axes=(module.kernel_axes_1, module.kernel_axes_2)[i],
         )  # fmt: skip
         y = checkpoint_name(y, name)
-        return y if adapt is None else y + adapt(i, x)
+        return y if adapt is None else y + sharded_as(adapt(i, x), y)
 
     z = product(0, x, module.dot_1_input_axes, module.ffn1_ckpt_name)
     a = activation(z, canonical_tuple(module.activations), module.activation_params)

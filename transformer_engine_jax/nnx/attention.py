@@ -135,7 +135,9 @@ class MultiHeadAttention(Fp8Module):
         if self.in_kv_features is None:
             tokens = input_shape[1::-1] if self.transpose_batch_sequence else input_shape[:2]
             shape = (*tokens, self.num_gqa_groups or self.num_attention_heads, self.head_dim)
-            self.cached_key, self.cached_value = (nnx.Cache(jnp.zeros(shape, dtype)) for _ in range(2))
+            axes = ("batch", None, "heads", None)
+            zeros = (constrain(jnp.zeros(shape, dtype), axes) for _ in range(2))
+            self.cached_key, self.cached_value = map(nnx.Cache, zeros)
 
     def __call__(
         self,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from transformer_engine_jax.ops.attention.op import check_broadcast, dot_product_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, visible
+from transformer_engine_jax.sharding import sharded_as
 
 
 class KVCache(NamedTuple):
@@ -40,7 +41,7 @@ class KVCache(NamedTuple):
 
         def written(cached, new):
             options = dict(mode="drop", indices_are_sorted=True, unique_indices=True)
-            return cached.at[:, places].set(new.astype(cached.dtype), **options)
+            return cached.at[:, places].set(sharded_as(new.astype(cached.dtype), cached), **options)
 
         return KVCache(written(self.key, key), written(self.value, value), self.index + key.shape[1])
 
