@@ -88,3 +88,14 @@ def test_any_batch(rec):
         read = stored(run, ["cpu", "cuda"], variables, jax.ShapeDtypeStruct((batch, *X.shape[1:]), X.dtype))
         expected = run(variables, X[:3])
     testing.assert_close(read.call(variables, X[:3]), expected, emulated.FLIP)
+
+
+def test_any_length():
+    """Of sequences, whose relative positions are a bias of the attention."""
+    layer = TransformerLayer(hidden_size=16, mlp_hidden_size=32, num_attention_heads=2, enable_rotary_pos_emb=True)
+    variables = steps.randomized(steps.init(layer, X))
+    (length,) = export.symbolic_shape("t")
+    run = jax.jit(lambda v, x: layer.apply(v, x, deterministic=True))
+    read = stored(run, ["cpu", "cuda"], variables, jax.ShapeDtypeStruct((len(X), length, X.shape[2]), X.dtype))
+    for n in (1, 3, X.shape[1]):
+        testing.assert_close(read.call(variables, X[:, :n]), run(variables, X[:, :n]), emulated.F32)

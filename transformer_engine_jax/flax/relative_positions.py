@@ -38,8 +38,11 @@ class RelativePositionBiases(nn.Module):
             return jnp.zeros((1, len(table), q_seqlen, k_seqlen), table.dtype)
         # By distance first: a table [q_seqlen, k_seqlen] of buckets would be a constant of the program. Products and
         # reshapes, no lookups: their gradients are sums in a fixed order, not atomics that meet in a few buckets.
-        bucket = self._bucket(np.arange(1 - q_seqlen, k_seqlen + 1), bidirectional)
-        one_hot = jax.nn.one_hot(bucket, self.num_buckets, axis=0, dtype=table.dtype)
+        farthest = self.max_distance
+        buckets = jnp.asarray(self._bucket(np.arange(-farthest, farthest + 1), bidirectional))
+        # jnp: an exported program may have lengths that are symbols.
+        distance = jnp.clip(jnp.arange(1 - q_seqlen, k_seqlen + 1), -farthest, farthest)
+        one_hot = jax.nn.one_hot(buckets[distance + farthest], self.num_buckets, axis=0, dtype=table.dtype)
         of_distance = jnp.matmul(table, one_hot, precision="highest")
         # Row q starts one entry before row q - 1. So, of the table's copies in a row, rows one shorter than a copy.
         width = q_seqlen + k_seqlen

@@ -77,7 +77,7 @@ def attention_reference(
 
 
 def rows_and_shared(query, key, value, queries, keys, mask, bias, softmax_offset, dropout_key, first_row=0):
-    varies = lambda x: x is not None and x.shape[2] > 1
+    varies = lambda x: x is not None and x.shape[2] != 1
     of_rows = lambda x: x if varies(x) else None
     of_all = lambda x: None if varies(x) else x
     index = first_row + jnp.arange(query.shape[1], dtype=jnp.int32)
