@@ -123,13 +123,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments; SystemExit where one counts less of something than can be."""
+    """The arguments; SystemExit where one counts less of something than can be, or the rows have no place to go."""
     for name, given in vars(args).items():
         least = 0 if name == "first_seed" or (args.what, name) == ("memory", "layers") else 1
         for number in given if isinstance(given, list) else [given]:
             if type(number) is int and number < least:
                 flag = "--" + name.replace("_", "-")
                 raise SystemExit(f"benchmarks {args.what}: {flag}: expected {least} or more, got {number}")
+    path = getattr(args, "json", None)
+    if path and (path.is_dir() or not path.parent.is_dir()):
+        raise SystemExit(f"benchmarks {args.what}: --json: expected a file in a folder that exists, got {path}")
     return args
 
 

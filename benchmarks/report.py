@@ -58,5 +58,4 @@ def save(path: pathlib.Path, benchmark: str, rows: list[dict]) -> None:
     head = document(path, benchmark, [])
     body = ",\n".join("  " + json.dumps(_rounded(row)) for row in rows)
     fields = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in head.items() if k != "rows")
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{\n{fields},\n "rows": [\n{body}\n ]\n}}\n')

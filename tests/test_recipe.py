@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import transformer_engine_jax.common.recipe
@@ -64,6 +65,13 @@ def test_fp8_mha_points_to_fp8_dpa():
         DelayedScaling(fp8_mha=True)
     with pytest.raises(ValueError, match="fp8_mha: expected False .*fp8_dpa=True"):
         Float8CurrentScaling(fp8_mha=True)
+
+
+def test_numbers_of_numpys_count_as_pythons():
+    made = DelayedScaling(amax_history_len=np.int64(8), margin=np.float32(1), fp8_dpa=np.bool_(True))
+    assert made == DelayedScaling(amax_history_len=8, margin=1.0, fp8_dpa=True)
+    assert [type(made.amax_history_len), type(made.margin), type(made.fp8_dpa)] == [int, float, bool]
+    assert Float8CurrentScaling(amax_epsilon=np.float64(0.5)) == Float8CurrentScaling(amax_epsilon=0.5)
 
 
 def test_an_unknown_field_raises():

@@ -67,6 +67,9 @@ class Recipe:
     fp8_gemm_wgrad: MMParams
 
     def _check_common(self) -> None:
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), np.generic):  # a number of NumPy's counts as Python's
+                object.__setattr__(self, field.name, value.item())
         gemms = self.fp8_gemms
         _check(self, "fp8_gemms", gemms in ("auto", "all") or callable(gemms), "'auto', 'all' or a function of m, k, n")
         _check(self, "fp8_format", isinstance(self.fp8_format, Format), "a recipe.Format")

@@ -290,9 +290,14 @@ def test_names_of_contenders():
         (["kernels", "--hidden", "4096", "-1"], "benchmarks kernels: --hidden: expected 1 or more, got -1"),
         (["memory", "--layers", "-1"], "benchmarks memory: --layers: expected 0 or more, got -1"),
         (["train", "--first-seed", "-2"], "benchmarks train: --first-seed: expected 0 or more, got -2"),
+        (
+            ["kernels", "--json", "nowhere/x.json"],
+            "--json: expected a file in a folder that exists, got nowhere/x.json",
+        ),
+        (["kernels", "--json", "."], "benchmarks kernels: --json: expected a file in a folder that exists, got ."),
     ],
 )
-def test_counts_of_too_few(argv, expected):
+def test_arguments_that_cannot_be(argv, expected):
     with pytest.raises(SystemExit, match=expected):
         command.main(argv)
 

@@ -60,6 +60,10 @@ MISUSE = {
     "qk_norm_type": (lambda r: te_nnx.MultiHeadAttention(K, D, H, qk_norm_type="x", rngs=r), "expected one of"),
     "no cache": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X, decode=True), "call init_cache"),
     "cache of a rank": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r).init_cache((B, S)), "input_shape: expected"),
+    "no stream": (
+        lambda r: te_nnx.TransformerLayer(**{**LAYER, "hidden_dropout": 0.1}, rngs=nnx.Rngs(params=0)),
+        r"dropout: rngs: expected a stream 'dropout' or a default one, .* where the dropout rate is 0.1, got params",
+    ),
     "inputs": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X[0]), r"inputs: expected \[B, S, 32\]"),
 }
 

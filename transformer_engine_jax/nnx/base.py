@@ -136,7 +136,13 @@ def make_dropout(rate: float, dims: Sequence[int], name: str, rngs: nnx.Rngs | N
         return nnx.data(None)
     if rngs is None:
         raise ValueError(f"dropout: rngs: expected nnx.Rngs({name}=seed) where the dropout rate is {rate}, got None")
-    return nnx.Dropout(rate, broadcast_dims=tuple(dims), rng_collection=name, rngs=rngs)
+    try:
+        return nnx.Dropout(rate, broadcast_dims=tuple(dims), rng_collection=name, rngs=rngs)
+    except KeyError:
+        raise ValueError(
+            f"dropout: rngs: expected a stream {name!r} or a default one, as of nnx.Rngs(seed), where the dropout rate "
+            f"is {rate}, got {', '.join(rngs) or 'none'}"
+        ) from None
 
 
 def dropped(x, dropout: nnx.Dropout | None, deterministic: bool | None) -> jax.Array:
