@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import set_current_trace
 
 from transformer_engine_jax.autocast import autocast, current
-from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.differentiable import align, differentiable
 from transformer_engine_jax.ops.state import BINS, Scaling
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates, scaling_of, start, update
 from transformer_engine_jax.recipe import DelayedScaling, Recipe
@@ -250,7 +250,7 @@ def _tie_forward(_, y, token):
 
 def _tie_backward(_, residuals, cotangent):
     del residuals
-    return cotangent, jnp.float32(0)
+    return align(cotangent, jnp.float32(0))
 
 
 _tie = differentiable(_tie_forward, _tie_backward)

@@ -151,6 +151,22 @@ def with_whole_parts(x: jax.Array, parts: int) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], kept or None)))
 
 
+def with_whole_heads(x: jax.Array, axis: int) -> jax.Array:
+    """x, on the compiler's mesh axes sharded along its axis of heads over no more of them than divide it.
+
+    Of features split over more, reshaped to heads, the compiler would leave a part of a mesh axis on each of the two,
+    for which the partitioning of calls, ours or JAX's, has no name.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    (entry,) = _spec(("heads",)) if mesh.auto_axes else (None,)
+    names = tuple(name for name in names_of(entry) if name in mesh.auto_axes)
+    kept = dividing(x.shape[axis], 1, names, mesh.shape)
+    if kept == names or not isinstance(x, jax.core.Tracer):
+        return x
+    entries = [FREE] * axis + [kept or None] + [None] * (x.ndim - axis - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
 def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:
     """x, of as many axes as `like`, on explicit mesh axes sharded as that is."""
     sharding = jax.typeof(like).sharding

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
-from transformer_engine_jax import testing
+from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.flax import STATE_COLLECTION, LayerNormMLP
 
 X, X16 = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 64), (8, 2, 64)))
@@ -284,6 +284,23 @@ def test_input_axes_shard_the_stages_and_change_nothing():
         run = jax.jit(lambda v, x: LayerNormMLP(intermediate_dim=96, **axes).apply(v, x)[0])
         assert str(run.trace(variables, X).jaxpr).count("sharding_constraint") == 3
         testing.assert_close(jax.device_get(run(variables, X)), expected, F32)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["gradient inside", "outside"])
+@pytest.mark.parametrize("rec", [None, CURRENT, recipe.DelayedScaling(fp8_gemms=lambda m, k, n: False)])
+def test_states_that_go_unused_in_a_manual_shard_map(rec, inside):
+    layer = LayerNormMLP(intermediate_dim=32)
+    variables = steps.init(layer, X, rec=DELAYED)
+    loss = lambda v, x: jnp.mean(layer.apply(v, x)[0] ** 2)
+    with steps.autocast(rec):
+        expected = jax.jit(jax.grad(loss))(variables, X)
+    mean = lambda v, x: jax.lax.pmean(loss(v, x), "data")
+    mesh = testing.mesh_of((2,), ("data",))
+    with testing.on_mesh(mesh), steps.autocast(rec, amax_axes="data"):
+        run = jax.shard_map(jax.grad(mean) if inside else mean, in_specs=(P(), P("data")), out_specs=P())
+        got = jax.jit(run if inside else jax.grad(run))(*jax.device_get((variables, X)))
+    testing.assert_close(jax.device_get(got["params"]), jax.device_get(expected["params"]), 1e-5)
+    testing.assert_same_bytes(*jax.device_get([got[STATE_COLLECTION], variables[STATE_COLLECTION]]))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -66,3 +66,28 @@ def test_heads_whose_shards_are_no_multiple_of_8_or_uneven(heads, size, explicit
         sharded = jax.device_put(boxed, shardings), jax.device_put(x, NamedSharding(mesh, P()))
         got = step(*sharded)
     testing.assert_close(jax.device_get(nn.unbox(got)), jax.device_get(nn.unbox(expected)), BOUND[DELAYED])
+
+
+@pytest.mark.parametrize("rec", [None, DELAYED], ids=["off", "delayed"])
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(
+    "heads, groups, devices, fields",
+    [
+        (8, 2, 4, dict(enable_rotary_pos_emb=True)),
+        (6, 6, 4, dict(qk_norm_type="rmsnorm")),
+        (8, 4, 8, dict(enable_rotary_pos_emb=True, transpose_batch_sequence=True)),
+        (4, 1, 8, {}),
+    ],
+)
+def test_heads_that_tensor_parallelism_divides_in_part(heads, groups, devices, fields, explicit, rec):
+    """Of features split over more devices, reshaped to heads, the compiler would split both by parts of a mesh axis."""
+    x = jax.random.normal(jax.random.key(0), (4, 8, 32))
+    layer = te_flax.MultiHeadAttention(8, heads, groups, input_layernorm=False, **fields)
+    boxed = steps.init(layer, x, rec=DELAYED, unbox=False)
+    step = jax.jit(jax.grad(lambda v, x: jnp.sum(jnp.sin(layer.apply(v, x, deterministic=True)[0])), argnums=(0, 1)))
+    with te.autocast(rec is not None, rec):
+        expected = step(nn.unbox(boxed), x)
+    resource, mesh = te.MeshResource(tp_resource="model"), testing.mesh_of((devices,), ("model",), explicit=explicit)
+    with testing.on_mesh(mesh), te.autocast(rec is not None, rec, mesh_resource=resource):
+        got = step(steps.place(mesh, boxed, resource), jax.device_put(x, NamedSharding(mesh, P())))
+    testing.assert_close(jax.device_get(got), jax.device_get(expected), BOUND[rec])

@@ -23,7 +23,7 @@ from transformer_engine_jax.ops.layernorm_projections import layernorm_projectio
 from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_qkv, rope_table
 from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantizers import keep
-from transformer_engine_jax.sharding import activation_axes, with_whole_parts
+from transformer_engine_jax.sharding import activation_axes, with_whole_heads, with_whole_parts
 
 SCOPES = ("none", "all", *(f"{how}{what}" for how in ("", "exclude_") for what in ("qkv_proj", "output_proj", "mlp")))
 
@@ -178,11 +178,13 @@ def by_head(module: Any, x) -> jax.Array:
     """x [B, S, .., heads * head_dim], or transposed, as [B, S, .., heads, head_dim]."""
     heads = x.shape[-1] // module.head_dim
     x = with_whole_parts(x, heads).reshape(*x.shape[:-1], heads, module.head_dim)
+    x = with_whole_heads(x, x.ndim - 2)
     return jnp.swapaxes(x, 0, 1) if module.transpose_batch_sequence else x
 
 
 def heads_joined(module: Any, context) -> jax.Array:
     """context [B, S, heads, head_dim] as [B, S, heads * head_dim], or transposed."""
+    context = with_whole_heads(context, 2)
     context = context.reshape(*context.shape[:2], module.num_attention_heads * module.head_dim)
     return jnp.swapaxes(context, 0, 1) if module.transpose_batch_sequence else context
 

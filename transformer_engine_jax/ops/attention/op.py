@@ -23,6 +23,7 @@ from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, p
 from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads, placed
 from transformer_engine_jax.ops.quantize import watch
 from transformer_engine_jax.quantizers import AttentionQuantizers, keep
+from transformer_engine_jax.sharding import with_whole_heads
 
 
 def dot_product_attention(
@@ -70,6 +71,7 @@ def dot_product_attention(
     query, key, value = map(jnp.asarray, (query, key, value))
     options.check()
     _check_shapes(query, key, value)
+    query, key, value = (with_whole_heads(x, 2) for x in (query, key, value))
     mask, bias = (check_broadcast(name, x, query, key) for name, x in (("mask", mask), ("bias", bias)))
     softmax_offset = _check_offset(options, softmax_offset, query.shape[2])
     if sequence_descriptor is not None:
