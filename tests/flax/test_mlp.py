@@ -299,7 +299,8 @@ def test_states_that_go_unused_in_a_manual_shard_map(rec, inside):
     with testing.on_mesh(mesh), steps.autocast(rec, amax_axes="data"):
         run = jax.shard_map(jax.grad(mean) if inside else mean, in_specs=(P(), P("data")), out_specs=P())
         got = jax.jit(run if inside else jax.grad(run))(*jax.device_get((variables, X)))
-    testing.assert_close(jax.device_get(got["params"]), jax.device_get(expected["params"]), 1e-5)
+    bound = FLIP if rec is CURRENT else F32  # sums in another order flip a code here and there
+    testing.assert_close(jax.device_get(got["params"]), jax.device_get(expected["params"]), bound)
     testing.assert_same_bytes(*jax.device_get([got[STATE_COLLECTION], variables[STATE_COLLECTION]]))
 
 
