@@ -211,6 +211,14 @@ def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str], size: int |
     return (names if size is None else dividing(size, 1, names, mesh.shape)) or None
 
 
+def _reshaped(x: jax.Array, shape: Sequence[int], spec: Sequence) -> jax.Array:
+    """x in another shape, on explicit mesh axes sharded so, where JAX can't tell by itself."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.mesh.explicit_axes:
+        return x.reshape(shape)
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
 class SequenceShards(NamedTuple):
     """A sharded sequence [B, S, ..] as [n, B, S / n, ..], for products that gather it and scatter their results.
 
@@ -243,8 +251,7 @@ class SequenceShards(NamedTuple):
             return cls()
         (shards,) = found
         divides = x.shape[shards.axis] % (shards.count * shards.outside) == 0
-        splits = shards.outside == 1 or not mesh.explicit_axes  # where shardings are types, reshape does not
-        return shards if shards.gathered and divides and splits else cls()
+        return shards if shards.gathered and divides else cls()
 
     @property
     def gathered(self) -> bool:
@@ -261,20 +268,26 @@ class SequenceShards(NamedTuple):
         if not self._behind:
             return x
         before, (size, *after) = x.shape[: self.axis], x.shape[self.axis :]
-        outside = (self.outside,) * (self.outside > 1)
-        x = x.reshape(*before, *outside, self.count, size // (self.count * self.outside), *after)
-        x = jnp.moveaxis(x, self.axis + len(outside), 0)
-        return x.reshape(self.count, *before, size // self.count, *after)
+        spec = jax.typeof(x).sharding.spec
+        specs, of_sequence, others = spec[: self.axis], names_of(spec[self.axis]), spec[self.axis + 1 :]
+        outer, inner = (tuple(n for n in of_sequence if n in names) or None for names in (self.others, self.names))
+        parts = self.outside, self.count, size // (self.count * self.outside)
+        x = _reshaped(x, (*before, *parts, *after), (*specs, outer, inner, None, *others))
+        x = jnp.moveaxis(x, self.axis + 1, 0)
+        return _reshaped(x, (self.count, *before, size // self.count, *after), (inner, *specs, outer, *others))
 
     def join(self, x: jax.Array) -> jax.Array:
         """[B, S, ..] of [n, B, S / n, ..]."""
         if not self._behind:
             return x
         before, (size, *after) = x.shape[1 : self.axis + 1], x.shape[self.axis + 1 :]
-        outside = (self.outside,) * (self.outside > 1)
-        x = x.reshape(self.count, *before, *outside, size // self.outside, *after)
-        x = jnp.moveaxis(x, 0, self.axis + len(outside))
-        return x.reshape(*before, size * self.count, *after)
+        inner, *spec = jax.typeof(x).sharding.spec
+        specs, outer, others = spec[: self.axis], spec[self.axis], spec[self.axis + 1 :]
+        parts = self.outside, size // self.outside
+        x = _reshaped(x, (self.count, *before, *parts, *after), (inner, *specs, outer, None, *others))
+        x = jnp.moveaxis(x, 0, self.axis + 1)
+        of_sequence = (*names_of(outer), *names_of(inner)) or None
+        return _reshaped(x, (*before, size * self.count, *after), (*specs, of_sequence, *others))
 
     def axes(self, axes: Axes, *, between: bool = False) -> Axes:
         """The logical axes of what is split, from those it has."""

@@ -36,15 +36,21 @@ BACK = partial(te.inverse_reorder_causal_load_balancing, cp_size=2)
 
 
 @pytest.mark.parametrize(
-    "strategy, balanced, rec, explicit",
-    [("ALL_GATHER", False, None, False), ("RING", True, None, False), ("DEFAULT", True, DELAYED, True)],
+    "strategy, balanced, rec, explicit, sequence_parallel",
+    [
+        ("ALL_GATHER", False, None, False, False),
+        ("RING", True, None, False, False),
+        ("DEFAULT", True, DELAYED, True, False),
+        ("DEFAULT", False, DELAYED, True, True),
+    ],
 )
-def test_a_layer_with_its_sequence_sharded(strategy, balanced, rec, explicit):
+def test_a_layer_with_its_sequence_sharded(strategy, balanced, rec, explicit, sequence_parallel):
     layer = TransformerLayer(
         **FIELDS,
         context_parallel_axis="cp",
         context_parallel_strategy=strategy,
         context_parallel_causal_load_balanced=balanced,
+        enable_sequence_parallel=sequence_parallel,
     )
     whole = TransformerLayer(**FIELDS)
     boxed = steps.init(whole, X, rec=DELAYED, unbox=False)

@@ -119,7 +119,8 @@ OPS = {
 
 
 @pytest.mark.parametrize("rec", [None, "delayed", "current"])
-@pytest.mark.parametrize("resource, explicit", [("tensor", False), ("tensor", True), ("context", False)])
+@pytest.mark.parametrize("resource", RESOURCES)
+@pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_ops_of_sharded_sequences_compute_what_they_do_of_whole_ones(op, resource, explicit, rec):
     states = [emulated.states() for _ in range(3)]

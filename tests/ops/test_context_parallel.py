@@ -78,10 +78,30 @@ def test_sharded_is_whole(case, strategy):
 
 
 @STRATEGIES
-def test_explicit_axes(strategy):
-    options, parallel = Attention(0.3, causal=True), ContextParallel("cp", strategy)
-    got = on_mesh(lambda qkv, dy: step(options, parallel, qkv, dy, {}), explicit=True)
+@pytest.mark.parametrize("shape", [(2, 4, 1), (1, 2, 4)])  # four devices for two groups; one
+@pytest.mark.parametrize("case", ["causal", "packed", "mask", "bias", "learnable"])
+def test_explicit_axes(case, shape, strategy):
+    fields, arguments = CASES[case]
+    options, arguments = Attention(0.3, **fields), jax.tree.map(jnp.asarray, arguments)
+    mesh = testing.mesh_of(shape, ("data", "cp", "model"), explicit=True)
+    of_heads, of_groups = P("data", "cp", "model"), P("data", "cp")
+    *qkv, dy = testing.shard(mesh, [*QKV, DY], [of_heads, of_groups, of_groups, of_heads])
+    with testing.on_mesh(mesh):
+        got = step(options, ContextParallel("cp", strategy), tuple(qkv), dy, arguments)
+    testing.assert_close(got, step(options, None, tuple(QKV), DY, arguments), F32)
+
+
+def test_an_axis_of_one_device_is_none():
+    mesh = testing.mesh_of((2, 1), ("data", "cp"))
+    options, (*qkv, dy) = Attention(0.3, causal=True), testing.shard(mesh, [*QKV, DY], [P("data")] * 4)
+    parallel = ContextParallel("cp", load_balanced=True)
+    with testing.on_mesh(mesh):
+        got = step(options, parallel, tuple(qkv), dy, {})
+        parts = str(
+            jax.make_jaxpr(lambda *qkv: dot_product_attention(*qkv, options=options, context_parallel=parallel))(*qkv)
+        )
     testing.assert_close(got, step(options, None, tuple(QKV), DY, {}), F32)
+    assert "shard_map" not in parts
 
 
 def test_explicit_axes_are_reordered_outside_a_mesh():

@@ -81,6 +81,8 @@ def dot_product_attention(
                 "and padding, so give one of them, or what else is to be hidden as a bias"
             )
         sequence_descriptor.check(query.shape[0], query.shape[1], key.shape[1])
+    if context_parallel is not None and context_parallel.size() == 1:
+        context_parallel = None  # in any order that is the sequence
     queries, keys = places(sequence_descriptor, query.shape[1], key.shape[1], options)
     if context_parallel is not None and context_parallel.load_balanced and sequence_descriptor is None:
         queries, keys = balanced_places(context_parallel, queries, keys)
@@ -92,8 +94,8 @@ def dot_product_attention(
     backend, why = choose(fp8=quantizers is not None)
     packed = backend == "cudnn" and context_parallel is None and as_packed(options, query, key, value, **described)
     explicit, own = explicit_axes(query), jax.typeof(query).sharding.spec
-    if explicit and context_parallel is None:
-        _, (query, key, value) = of_examples_and_heads(query, key, value)
+    if explicit:
+        query, key, value = of_examples_and_heads(query, key, value, context_parallel and context_parallel.axis)
     if not packed:
         query = _without_padding(query, queries.segment)
         key, value = (_without_padding(x, keys.segment) for x in (key, value))

@@ -27,18 +27,19 @@ def explicit_axes(x) -> frozenset[str]:
 
 
 def of_examples_and_heads(query, key, value, sequence: str | None = None):
-    """((mesh axes of examples, those of heads), the three so sharded), as queries are over explicit mesh axes.
+    """The three, sharded by examples and heads as queries are over explicit mesh axes.
 
     Keys and values are repeated where groups do not divide over the devices that share the heads. sequence: the mesh
     axis that shards the tokens.
     """
-    spec = jax.typeof(query).sharding.spec
-    batch, heads = (tuple(name for name in names_of(spec[i]) if name != sequence) or None for i in (0, 2))
-    mesh, groups = jax.typeof(query).sharding.mesh, key.shape[2]
+    spec, mesh = jax.typeof(query).sharding.spec, jax.typeof(query).sharding.mesh
+    splits = lambda name: name != sequence and mesh.shape[name] > 1
+    batch, heads = (tuple(filter(splits, names_of(spec[i]))) or None for i in (0, 2))
+    groups = key.shape[2]
     if groups % math.prod(mesh.shape[name] for name in heads or ()):
         key, value = (_repeated(x, query.shape[2] // groups) for x in (key, value))
     sharded, axes = P(batch, sequence, heads), explicit_axes(query)
-    return (batch, heads), tuple(placed(x, sharded, axes) for x in (query, key, value))
+    return tuple(placed(x, sharded, axes) for x in (query, key, value))
 
 
 def _repeated(x, times: int) -> jax.Array:
