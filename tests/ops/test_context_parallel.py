@@ -91,6 +91,52 @@ def test_explicit_axes(case, shape, strategy):
     testing.assert_close(got, step(options, None, tuple(QKV), DY, arguments), F32)
 
 
+@STRATEGIES
+@pytest.mark.parametrize("explicit, check", [(False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("case", ["causal", "packed", "bias", "learnable"])
+def test_among_manual_axes(case, explicit, check, strategy):
+    """With gradients taken inside of the shard_map, and outside."""
+    fields, arguments = CASES[case]
+    options, arguments = Attention(0.3, **fields), jax.tree.map(jnp.asarray, arguments)
+    parallel = ContextParallel("cp", strategy)
+    (traced, like), mesh = _traced(arguments), testing.mesh_of((2, 4), ("data", "cp"), explicit=explicit)
+    rows = jax.tree.map(lambda x: P("data") if x.shape[0] == B else P(), arguments)
+    over = dict(axis_names={"data"}, check_vma=check)
+
+    def op(qkv, traced, arguments):
+        arguments = {**arguments, **traced}
+        return dot_product_attention(*qkv, options=options, context_parallel=parallel, **arguments)
+
+    @jax.jit
+    def inside(qkv, dy, traced, arguments):
+        def local(qkv, dy, traced, arguments):
+            y, vjp = jax.vjp(lambda *args: op(*args, arguments), qkv, traced)
+            of_qkv, of_traced = vjp(dy)
+            return y, (of_qkv, of_traced if check else jax.lax.psum(of_traced, "data"))
+
+        specs = P("data"), P("data"), like, rows
+        return jax.shard_map(local, in_specs=specs, out_specs=(P("data"), (P("data"), like)), **over)(
+            qkv, dy, traced, arguments
+        )
+
+    @jax.jit
+    def outside(qkv, dy, traced, arguments):
+        run = jax.shard_map(op, in_specs=(P("data"), like, rows), out_specs=P("data"), **over)
+        y, vjp = jax.vjp(lambda *args: run(*args, arguments), qkv, traced)
+        return y, vjp(dy)
+
+    *qkv, dy = testing.shard(mesh, [*QKV, DY], [P("data", "cp")] * 4)
+    expected = step(options, None, tuple(QKV), DY, arguments)
+    with testing.on_mesh(mesh):
+        for run in (inside, outside):
+            testing.assert_close(jax.device_get(run(tuple(qkv), dy, traced, arguments)), expected, F32)
+
+
+def _traced(arguments):
+    traced = {name: x for name, x in arguments.items() if name in ("bias", "softmax_offset")}
+    return traced, jax.tree.map(lambda _: P(), traced)
+
+
 def test_an_axis_of_one_device_is_none():
     mesh = testing.mesh_of((2, 1), ("data", "cp"))
     options, (*qkv, dy) = Attention(0.3, causal=True), testing.shard(mesh, [*QKV, DY], [P("data")] * 4)

@@ -10,13 +10,14 @@ import functools
 import math
 from collections.abc import Callable, Set
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from transformer_engine_jax.differentiable import align, explicit_meshes
+from transformer_engine_jax.differentiable import align, differentiable, explicit_meshes
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.partition import names_of
 
@@ -63,25 +64,86 @@ def placed(x, spec: P, axes: Set[str]) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
 
 
-def on_axes(axes: Set[str], local: Callable, static: tuple, operands, in_specs, out_specs):
-    """local(*static, *operands) on each device along these mesh axes, with its part of the operands."""
+def on_axes(axes: Set[str], local: Callable, static: tuple, operands, in_specs, out_specs: P):
+    """local(*static, *operands), an array, on each device along these mesh axes, with its part of the operands."""
     leaves, tree = jax.tree.flatten(operands)
+    specs = jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, P))
     mesh = next(iter(explicit_meshes(*leaves)), None)  # None: that in force
-    operands = jax.tree.unflatten(tree, align(*leaves))
-    operands = jax.tree.map(partial(placed, axes=axes), operands, in_specs)
-    specs, specs_tree = jax.tree.flatten(in_specs, is_leaf=lambda x: isinstance(x, P))
+    leaves = [placed(x, spec, axes) for x, spec in zip(align(*leaves), specs)]
     here = jax.sharding.get_abstract_mesh()
-    return _program(local, static, mesh, here, tuple(specs), specs_tree, out_specs, frozenset(axes))(*operands)
+    on = _OnAxes(local, static, tree, mesh, here, tuple(specs), out_specs, frozenset(axes))
+    varying = any(jax.typeof(x).manual_axis_type.varying for x in leaves)
+    return _within_manual_axes(on, *leaves) if varying else _program(on)(*leaves)
+
+
+class _OnAxes(NamedTuple):
+    """What `on_axes` does, of flat operands."""
+
+    local: Callable
+    static: tuple
+    tree: jax.tree_util.PyTreeDef
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None
+    here: jax.sharding.AbstractMesh  # what a mesh of None means
+    specs: tuple[P, ...]
+    out_specs: P
+    axes: frozenset[str]
+
+    def of_shard(self, *leaves) -> jax.Array:
+        return self.local(*self.static, *jax.tree.unflatten(self.tree, leaves))
+
+    def gradients_of_shard(self, dy, *leaves) -> list[jax.Array]:
+        """Of the leaves that have some. Each device adds to those of what several have."""
+        dy, *leaves = map(_untyped, (dy, *leaves))
+        of_floats = lambda *floats: self.of_shard(*_with_floats(leaves, floats))
+        mentioned = lambda spec: {name for entry in spec for name in names_of(entry)}
+        sums = [tuple(sorted(mentioned(self.out_specs) - mentioned(s))) for s, x in zip(self.specs, leaves) if _real(x)]
+        gradients = jax.vjp(of_floats, *filter(_real, leaves))[1](dy)
+        return [jax.lax.psum(x, names) if names else x for x, names in zip(gradients, sums)]
+
+    def mapped(self, of_shard: Callable, in_specs, out_specs) -> Callable:
+        over = dict(in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes))
+        return jax.jit(jax.shard_map(of_shard, mesh=self.mesh, check_vma=False, **over))
+
+
+def _real(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _untyped(x) -> jax.Array:
+    """x for jax.vjp inside of a shard_map that checks nothing: there results of operations vary over no axes."""
+    return jnp.squeeze(x[None], 0)
+
+
+def _with_floats(leaves, floats) -> list:
+    floats = iter(floats)
+    return [next(floats) if _real(x) else x for x in leaves]
+
+
+# Kept, so that JAX traces and compiles equal calls once.
+@functools.lru_cache(maxsize=256)
+def _program(on: _OnAxes) -> Callable:
+    return on.mapped(on.of_shard, on.specs, on.out_specs)
 
 
 @functools.lru_cache(maxsize=256)
-def _program(
-    local: Callable, static: tuple, mesh, here, specs: tuple, specs_tree, out_specs, axes: Set[str]
-) -> Callable:
-    """Kept, so that JAX traces and compiles equal calls once; `here` is the mesh that `mesh` None means."""
-    del here
-    over = dict(in_specs=jax.tree.unflatten(specs_tree, specs), out_specs=out_specs, axis_names=set(axes))
-    return jax.jit(jax.shard_map(partial(local, *static), mesh=mesh, check_vma=False, **over))
+def _gradients(on: _OnAxes, real: tuple[bool, ...]) -> Callable:
+    specs = [spec for spec, has_one in zip(on.specs, real) if has_one]
+    return on.mapped(on.gradients_of_shard, (on.out_specs, *on.specs), specs)
+
+
+def _forward(on: _OnAxes, *leaves):
+    return align(_program(on)(*leaves), *leaves)[0], leaves
+
+
+def _backward(on: _OnAxes, leaves, dy):
+    gradients = _gradients(on, tuple(map(_real, leaves)))(dy, *leaves)
+    gradients = iter(align(*gradients, *leaves)[: len(gradients)])
+    return [next(gradients) if _real(x) else None for x in leaves]
+
+
+# Among manual axes that arrays vary over: JAX's shard_map inside of another forgets these, so that it has no gradient
+# there. Its own are computed from the operands, with the forward pass once more.
+_within_manual_axes = differentiable(_forward, _backward)
 
 
 def on_explicit_axes(
