@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
@@ -135,10 +136,15 @@ def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
         given = [o if f else _among(s, mesh.explicit_axes, n) for f, o, s, n in zip(free, own, spec, x.shape)]
         x = jax.sharding.reshard(x, PartitionSpec(*given))
     if mesh.auto_axes:
-        sizes = [None] * x.ndim if isinstance(x, jax.core.Tracer) else x.shape  # a program may have uneven shards
-        given = [FREE if f else _among(s, mesh.auto_axes, n) for f, s, n in zip(free, spec, sizes)]
-        x = jax.lax.with_sharding_constraint(x, PartitionSpec(*given))
+        given = [FREE if f else _among(s, mesh.auto_axes, n) for f, s, n in zip(free, spec, x.shape)]
+        x = _constrained(x, PartitionSpec(*given))
     return x
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _constrained(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """x, sharded so by the compiler; outside of a program by one of its own, which puts on the mesh what is not."""
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def with_whole_parts(x: jax.Array, parts: int) -> jax.Array:
@@ -161,10 +167,9 @@ def with_whole_heads(x: jax.Array, axis: int) -> jax.Array:
     (entry,) = _spec(("heads",)) if mesh.auto_axes else (None,)
     names = tuple(name for name in names_of(entry) if name in mesh.auto_axes)
     kept = dividing(x.shape[axis], 1, names, mesh.shape)
-    if kept == names or not isinstance(x, jax.core.Tracer):
+    if kept == names:
         return x
-    entries = [FREE] * axis + [kept or None] + [None] * (x.ndim - axis - 1)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+    return _constrained(x, PartitionSpec(*[FREE] * axis, kept or None, *[None] * (x.ndim - axis - 1)))
 
 
 def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -204,11 +209,14 @@ def _spec(axes: Axes) -> PartitionSpec:
     return PartitionSpec(*[found.get(name) for name in axes])
 
 
-def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str], size: int | None) -> tuple[str, ...] | None:
-    """An entry of a partition spec, of these mesh axes alone, and of those that divide the size, if that is given."""
+def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str], size: int) -> tuple[str, ...] | None:
+    """An entry of a partition spec, of these mesh axes alone, and of those that divide the size, where it is known.
+
+    A program may have shards of other sizes, but not as a result; and kernels take none.
+    """
     names = tuple(name for name in names_of(entry) if name in axes)
     mesh = jax.sharding.get_abstract_mesh()
-    return (names if size is None else dividing(size, 1, names, mesh.shape)) or None
+    return (dividing(size, 1, names, mesh.shape) if isinstance(size, int) else names) or None
 
 
 def _reshaped(x: jax.Array, shape: Sequence[int], spec: Sequence) -> jax.Array:

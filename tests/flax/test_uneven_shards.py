@@ -14,6 +14,7 @@ import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import testing
 
+SEQUENCE = dict(enable_sequence_parallel=True)
 # One of f32 sums in another order: what of it crosses a rounding to FP8 is a step of that.
 BOUND = {None: 1e-5, DELAYED: 2e-2, CURRENT: 2e-2}
 
@@ -32,7 +33,7 @@ def gradients(layer, variables, x, rec, resource=None):
     "shape, fields, resource",
     [
         ((3, 16, 64), {}, te.MeshResource(dp_resource="data", tp_resource="model")),
-        ((2, 17, 64), dict(enable_sequence_parallel=True), te.MeshResource("data", tpsp_resource="model")),
+        ((2, 17, 64), SEQUENCE, te.MeshResource("data", tpsp_resource="model")),
     ],
     ids=["batch", "sequence"],
 )
@@ -91,3 +92,27 @@ def test_heads_that_tensor_parallelism_divides_in_part(heads, groups, devices, f
     with testing.on_mesh(mesh), te.autocast(rec is not None, rec, mesh_resource=resource):
         got = step(steps.place(mesh, boxed, resource), jax.device_put(x, NamedSharding(mesh, P())))
     testing.assert_close(jax.device_get(got), jax.device_get(expected), BOUND[rec])
+
+
+@pytest.mark.parametrize(
+    "shape, how, fields, resource",
+    [
+        ((8, 16, 64), "at once", dict(num_gqa_groups=1), te.MeshResource(dp_resource="data", tp_resource="model")),
+        ((6, 17, 64), "at once", SEQUENCE, te.MeshResource("data", tpsp_resource="model")),
+        ((6, 16, 64), "jit", {}, te.MeshResource(dp_resource="data", tp_resource="model")),
+    ],
+)
+def test_results_and_gradients_of_arrays_that_are_not_on_the_mesh(shape, how, fields, resource):
+    x, layer = jax.random.normal(jax.random.key(0), shape), FusedLayer(**fields)
+    variables = steps.randomized(steps.init(layer, x, rec=DELAYED))
+
+    def step(variables, x):
+        y, vjp = jax.vjp(lambda v, x: layer.apply(v, x, deterministic=True), variables, x)
+        return y, vjp(jnp.cos(y))
+
+    mesh = testing.mesh_of((4, 2), ("data", "model"))
+    with steps.autocast(DELAYED):
+        expected = jax.device_get(jax.jit(step)(variables, x))
+    with testing.on_mesh(mesh), steps.autocast(DELAYED, mesh_resource=resource):
+        got = (jax.jit(step) if how == "jit" else step)(variables, x)
+    testing.assert_close(jax.device_get(got), expected, BOUND[DELAYED])

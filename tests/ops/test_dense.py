@@ -276,7 +276,7 @@ def test_in_a_manual_shard_map(name, check_vma):
     rec = RECIPES[name]
     mesh = testing.mesh_of((4, 2), ("data", "model"))
     expected = step(x, kernel, bias, dy, emulated.states(), k_axes=k_axes, rec=rec)
-    context = (("amax_axes", ("data",)),)
+    context = (("amax_axes", ("data", "model")),)  # along "model" all is the same
 
     def local(x, kernel, bias, dy, states):
         y, grads, states = step(x, kernel, bias, dy, states, k_axes=k_axes, rec=rec, context=context)

@@ -206,17 +206,18 @@ class Cast(NamedTuple):
 
 def reduce_amax(amax: jax.Array, spec: QuantizerSpec, like: jax.Array | None = None) -> jax.Array:
     """amax over the mesh axes of a manual shard_map that the user named, and those `like` does not vary over."""
-    axes = set(spec.amax_axes)
-    if like is not None:
-        axes |= jax.typeof(amax).manual_axis_type.varying - jax.typeof(like).manual_axis_type.varying
+    varying = lambda x: jax.typeof(x).manual_axis_type.varying
+    axes = frozenset() if like is None else varying(amax) - varying(like)
     try:
         for axis in spec.amax_axes:
-            jax.lax.axis_index(axis)  # raises where there is none
-        return pmax(amax, tuple(sorted(axes))) if axes else amax
+            checked = axis in varying(jax.lax.axis_index(axis))  # NameError where there is none
+            if axis in varying(amax) or not checked:  # elsewhere it is the same along this axis
+                axes |= {axis}
     except NameError as error:
         raise ValueError(
             f"autocast: amax_axes={spec.amax_axes} must name mesh axes of the shard_map around the call; {error}"
         ) from error
+    return pmax(amax, tuple(sorted(axes))) if axes else amax
 
 
 class Casting(NamedTuple):
