@@ -21,8 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax import partition
 from transformer_engine_jax.decisions import compute_capabilities
+from transformer_engine_jax.differentiable import align, explicit_meshes
 from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 from transformer_engine_jax.rules import is_group
+from transformer_engine_jax.sharding import sharded_over
 
 if TYPE_CHECKING:
     from transformer_engine_jax.kernel import Call
@@ -232,13 +234,7 @@ def _batch(present, dims, *, call: Call):
     folded = fits and all(t[:1] == [group] for t in results) and _may_fold(call, group, present)
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(present, dims)]
     if not (one_call or folded):
-        fixed = [d is None for d in dims]
-
-        def one(batched):
-            it = iter(batched)
-            return kernel_p.bind(*[x if f else next(it) for x, f in zip(front, fixed)], call=call)
-
-        out = jax.lax.map(one, [_with_leading_axis_whole(x) for x, f in zip(front, fixed) if not f])
+        out = _one_by_one(call, front, fixed=[d is None for d in dims])
         return out, [0] * len(out)
     front = [
         jnp.broadcast_to(x, (size, *x.shape)) if group in t and d is None else x for x, t, d in zip(front, names, dims)
@@ -248,8 +244,8 @@ def _batch(present, dims, *, call: Call):
         out = kernel_p.bind(*merged, call=call)
         return [y.reshape(size, y.shape[0] // size, *y.shape[1:]) for y in out], [0] * len(out)
     axes = call.axes(front)
-    stem = group.rstrip("*").replace("...", "t") + "0"
-    return kernel_p.bind(*front, call=call), [n.index(stem) for n in axes.results if n is not None]
+    first = f"{group}0"
+    return kernel_p.bind(*front, call=call), [n.index(first) for n in axes.results if n is not None]
 
 
 batching.primitive_batchers[kernel_p] = _batch
@@ -263,12 +259,29 @@ def _may_fold(call: Call, axis: str, present: Sequence[Any]) -> bool:
     return not (axis in ("", *call.whole_letters) or is_group(axis) or seeded or explicit)
 
 
-def _with_leading_axis_whole(x: jax.Array) -> jax.Array:
-    """x for a loop over its leading axis, which explicit mesh axes may not shard."""
-    sharding = jax.typeof(x).sharding
-    if not sharding.mesh.explicit_axes or sharding.spec[0] is None:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
+def _one_by_one(call: Call, front: Sequence[jax.Array], fixed: Sequence[bool]) -> list[jax.Array]:
+    """A call for each example, of arrays that have one of each in front, but for fixed ones.
+
+    Where explicit mesh axes shard the examples, each device has calls for its own.
+    """
+
+    def each(*front):
+        def one(batched):
+            it = iter(batched)
+            return kernel_p.bind(*[x if f else next(it) for x, f in zip(front, fixed)], call=call)
+
+        return jax.lax.map(one, [x for x, f in zip(front, fixed) if not f])
+
+    shardings = [jax.typeof(x).sharding for x, f in zip(front, fixed) if not f]
+    entries = [s.spec[0] for s in shardings if s.mesh.explicit_axes and s.spec[0] is not None]
+    if not entries:
+        return each(*front)
+    names = frozenset(partition.names_of(entries[0]))
+    specs = tuple(PartitionSpec() if f else PartitionSpec(entries[0]) for f in fixed)
+    front = [sharded_over(x, spec, names) for x, spec in zip(front, specs)]
+    over = dict(in_specs=specs, out_specs=PartitionSpec(entries[0]), axis_names=set(names), check_vma=False)
+    out = jax.jit(jax.shard_map(each, mesh=next(iter(explicit_meshes(*front))), **over))(*front)
+    return list(align(*out, *front)[: len(out)])
 
 
 def _no_second_derivative(primals, tangents, *, call: Call):

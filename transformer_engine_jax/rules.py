@@ -48,8 +48,7 @@ def name_axes(kernel: Kernel, attributes: Mapping[str, Any], ranks: Sequence[int
     def names(tokens: list[str]) -> tuple[str, ...]:
         out: list[str] = []
         for t in tokens:
-            stem = t.rstrip("*").replace("...", "t")
-            out.extend([f"{stem}{i}" for i in range(groups[t])] if is_group(t) else [t])
+            out.extend([f"{t}{i}" for i in range(groups[t])] if is_group(t) else [t])
         return tuple(out)
 
     return Axes(

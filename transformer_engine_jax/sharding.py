@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -176,6 +176,19 @@ def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:
     """x, of as many axes as `like`, on explicit mesh axes sharded as that is."""
     sharding = jax.typeof(like).sharding
     return jax.sharding.reshard(x, sharding) if sharding.mesh.explicit_axes else x
+
+
+def sharded_over(x: jax.Array, spec: PartitionSpec, axes: Set[str]) -> jax.Array:
+    """x, sharded over these mesh axes where spec is. On explicit axes that must be said; else shard_map sees to it."""
+    mesh = jax.typeof(x).sharding.mesh
+    explicit = axes.intersection(mesh.explicit_axes)
+    if not explicit:
+        return x
+    entries = []
+    for own, wanted in zip(jax.typeof(x).sharding.spec, (*spec, *[None] * x.ndim)):
+        kept = [name for name in names_of(own) if name not in axes]
+        entries.append((*kept, *[name for name in names_of(wanted) if name in explicit]) or None)
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def _flax():

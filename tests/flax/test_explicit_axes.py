@@ -133,3 +133,40 @@ def test_dropout_of_whole_axes_is_flaxs_whatever_the_sharding(dims):
         (grad,) = run(x)
     testing.assert_same_bytes(jax.device_get(got), jax.device_get(expected))
     assert jnp.array_equal(jax.device_get(grad) != 0, jax.device_get(expected) != 0)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["gradients of each", "of all"])
+@pytest.mark.parametrize("rec", [None, recipe.DelayedScaling(), recipe.Float8CurrentScaling()])
+def test_experts_that_an_explicit_axis_shards(rec, inside):
+    """Devices compute with their own experts, as they are without a mesh; within each, tensors are parallel."""
+    one = te_flax.LayerNormMLP(intermediate_dim=32)
+    mapped = dict(
+        variable_axes={"params": 0, STATE_COLLECTION: 0},
+        split_rngs={"params": True},
+        metadata_params={nn.PARTITION_NAME: "experts"},
+    )
+    experts = nn.vmap(te_flax.LayerNormMLP, **mapped)(intermediate_dim=32)
+    x = X.reshape(4, 2, 16, 64)
+    with te.fp8_autocast(rec is not None, rec):
+        variables = nn.unbox(experts.init(jax.random.key(0), x))
+
+    def of_each(variables, x):
+        return jnp.sum(jnp.sin(one.apply(variables, x)[0]))
+
+    def gradients(variables, x):
+        if inside:
+            return jax.vmap(jax.grad(of_each, argnums=(0, 1)))(variables, x)
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(experts.apply(*args)[0])), argnums=(0, 1))(variables, x)
+
+    with te.fp8_autocast(rec is not None, rec):
+        expected = jax.device_get(jax.jit(gradients)(variables, x))
+    mesh = testing.mesh_of((4, 2), ("experts", "model"), explicit=True)
+    resource = te.MeshResource(tp_resource="model")
+    with testing.on_mesh(mesh), te.fp8_autocast(rec is not None, rec, mesh_resource=resource):
+        placed = jax.device_put((variables, x), NamedSharding(mesh, P("experts")))
+        for name, spec in (("wi_kernel", P("experts", None, None, "model")), ("wo_kernel", P("experts", "model"))):
+            placed[0]["params"][name] = jax.device_put(variables["params"][name], NamedSharding(mesh, spec))
+        compiled = jax.jit(gradients).lower(*placed).compile()
+        got = compiled(*placed)
+    testing.assert_close(jax.device_get(got), expected, 0.02)
+    assert "all-gather" not in compiled.as_text()

@@ -20,10 +20,10 @@ from transformer_engine_jax.ops.attention.flash_qkv import parts, qkv_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places, runs
-from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads, placed
+from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads
 from transformer_engine_jax.ops.quantize import watch
 from transformer_engine_jax.quantizers import AttentionQuantizers, keep
-from transformer_engine_jax.sharding import with_whole_heads
+from transformer_engine_jax.sharding import sharded_over, with_whole_heads
 
 
 def dot_product_attention(
@@ -127,7 +127,7 @@ def dot_product_attention(
         if not packed and sequence_descriptor is not None and sequence_descriptor.max_segments is not None:
             kept = runs(sequence_descriptor).kept[:, None, None, None]
             out = jnp.where(kept, out, jnp.full((), jnp.nan, out.dtype))
-        return keep(placed(out, own, explicit), unused)
+        return keep(sharded_over(out, own, explicit), unused)
 
 
 def _checked_qkv(qkv, *others) -> jax.Array:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from transformer_engine_jax.differentiable import align, differentiable, explicit_meshes
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.partition import names_of
+from transformer_engine_jax.sharding import sharded_over
 
 
 def explicit_axes(x) -> frozenset[str]:
@@ -40,7 +41,7 @@ def of_examples_and_heads(query, key, value, sequence: str | None = None):
     if groups % math.prod(mesh.shape[name] for name in heads or ()):
         key, value = (_repeated(x, query.shape[2] // groups) for x in (key, value))
     sharded, axes = P(batch, sequence, heads), explicit_axes(query)
-    return tuple(placed(x, sharded, axes) for x in (query, key, value))
+    return tuple(sharded_over(x, sharded, axes) for x in (query, key, value))
 
 
 def _repeated(x, times: int) -> jax.Array:
@@ -51,25 +52,12 @@ def _repeated(x, times: int) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 
 
-def placed(x, spec: P, axes: Set[str]) -> jax.Array:
-    """x, sharded over these mesh axes where spec is. On explicit axes that must be said; else shard_map sees to it."""
-    mesh = jax.typeof(x).sharding.mesh
-    explicit = axes.intersection(mesh.explicit_axes)
-    if not explicit:
-        return x
-    entries = []
-    for own, wanted in zip(jax.typeof(x).sharding.spec, (*spec, *[None] * x.ndim)):
-        kept = [name for name in names_of(own) if name not in axes]
-        entries.append((*kept, *[name for name in names_of(wanted) if name in explicit]) or None)
-    return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
-
-
 def on_axes(axes: Set[str], local: Callable, static: tuple, operands, in_specs, out_specs: P):
     """local(*static, *operands), an array, on each device along these mesh axes, with its part of the operands."""
     leaves, tree = jax.tree.flatten(operands)
     specs = jax.tree.leaves(in_specs, is_leaf=lambda x: isinstance(x, P))
     mesh = next(iter(explicit_meshes(*leaves)), None)  # None: that in force
-    leaves = [placed(x, spec, axes) for x, spec in zip(align(*leaves), specs)]
+    leaves = [sharded_over(x, spec, axes) for x, spec in zip(align(*leaves), specs)]
     here = jax.sharding.get_abstract_mesh()
     on = _OnAxes(local, static, tree, mesh, here, tuple(specs), out_specs, frozenset(axes))
     varying = any(jax.typeof(x).manual_axis_type.varying for x in leaves)
