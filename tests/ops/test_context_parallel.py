@@ -127,6 +127,7 @@ def test_among_manual_axes(case, explicit, check, strategy):
 
     *qkv, dy = testing.shard(mesh, [*QKV, DY], [P("data", "cp")] * 4)
     expected = step(options, None, tuple(QKV), DY, arguments)
+    arguments = testing.shard(mesh, arguments, rows)
     with testing.on_mesh(mesh):
         for run in (inside, outside):
             testing.assert_close(jax.device_get(run(tuple(qkv), dy, traced, arguments)), expected, F32)

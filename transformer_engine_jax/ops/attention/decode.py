@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.ops.attention.op import check_broadcast, dot_product_attention
 from transformer_engine_jax.ops.attention.options import Attention
@@ -40,7 +41,9 @@ class KVCache(NamedTuple):
         places = self.index + jnp.arange(key.shape[1], dtype=jnp.int32)
 
         def written(cached, new):
-            options = dict(mode="drop", indices_are_sorted=True, unique_indices=True)
+            options, own = dict(mode="drop", indices_are_sorted=True, unique_indices=True), jax.typeof(new).sharding
+            if own.mesh.explicit_axes and jax.typeof(cached).sharding.mesh.empty:  # nobody has put it there
+                cached = jax.sharding.reshard(cached, own.update(spec=P(own.spec[0], None, *own.spec[2:])))
             return cached.at[:, places].set(sharded_as(new.astype(cached.dtype), cached), **options)
 
         return KVCache(written(self.key, key), written(self.value, value), self.index + key.shape[1])
