@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.sharding_impls import GSPMDSharding
 from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
-from transformer_engine_jax import testing
+from transformer_engine_jax import partition, testing
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.handlers import HANDLERS
 from transformer_engine_jax.kernel import kernel
@@ -197,6 +199,46 @@ def test_sharded_equals_unsharded_without_resharding(spec, explicit):
     testing.assert_close(got.colsum, expected.colsum, 1e-5)  # f32 sums in another order
     assert "all-gather" not in text and "all-to-all" not in text
     assert got.q.sharding.is_equivalent_to(x.sharding, 3)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_the_compilers_shardings_are_decoded(order):
+    mesh = testing.mesh_of((2, 1, 4), ("data", "one", "model"))
+    mesh = jax.sharding.Mesh(mesh.devices.ravel()[[0, 3, 2, 1, 7, 6, 5, 4]].reshape(2, 1, 4), mesh.axis_names)
+    x = jax.ShapeDtypeStruct((8, 16, 32), jnp.float32)
+    for entries in (("data", "model", None), (("data", "model"), None, None), (("model", "data"), None, None)):
+        spec = P(*[entries[i] for i in order])
+        of_compiler = NamedSharding(mesh, spec)._to_xla_hlo_sharding(3)
+        sharding = GSPMDSharding(list(mesh.devices.flat), of_compiler)
+        got = partition.decoded(x.update(sharding=sharding), mesh.shape)
+        assert NamedSharding(mesh, got).is_equivalent_to(NamedSharding(mesh, spec), 3)
+
+
+REWRITTEN = {
+    "layernorm": lambda x: te.layernorm(x, G[:32], G[32:]),
+    "softmax": te.softmax,
+    "activation": lambda x: te.activation(x, ("silu", "linear")),
+    "quantize": lambda x: quantized(x).q.astype(jnp.float32),
+}
+
+
+@pytest.mark.parametrize("op", REWRITTEN)
+def test_a_mesh_axis_that_a_reshape_leaves_on_two_axes(op):
+    """Features over 4 devices become two rows of features over 2 each, which no partition spec says."""
+
+    def run(x, dy):
+        op_of_rows = lambda x: REWRITTEN[op](x.reshape(*x.shape[:2], 2, 32)).reshape(*dy.shape)
+        if op == "quantize":
+            return op_of_rows(x)
+        y, vjp = jax.vjp(op_of_rows, x)
+        return y, vjp(dy)
+
+    dy = jax.random.normal(jax.random.key(1), X.shape if op != "activation" else (8, 4, 32))
+    expected = jax.device_get(jax.jit(run)(X, dy))
+    mesh = testing.mesh_of((2, 4), ("data", "model"))
+    with testing.on_mesh(mesh):
+        got = jax.jit(run)(*testing.shard(mesh, (X, dy), (P("data", None, "model"), P("data", None, "model"))))
+    testing.assert_close(jax.device_get(got), expected, 1e-6)
 
 
 def test_a_nan_on_one_shard_reaches_the_amax_of_all():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 if TYPE_CHECKING:
@@ -20,6 +21,26 @@ if TYPE_CHECKING:
 def names_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     """The mesh axes of an entry of a partition spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def decoded(x: jax.ShapeDtypeStruct, mesh: Mapping[str, int]) -> PartitionSpec:
+    """The mesh axes that shard each dimension of x, as the compiler has it; none of an axis that shards two.
+
+    As of features over 4 devices that were reshaped to 2 heads. Partition specs have no name for it.
+    """
+    sharding = x.sharding._hlo_sharding
+    if not sharding.is_tiled():
+        return PartitionSpec()
+    tiles, devices = sharding.tile_assignment_dimensions(), np.asarray(sharding.tile_assignment_devices())
+    place_of = np.unravel_index(np.argsort(devices), tiles)[: len(x.shape)]  # of each device, its shard's in x
+    places = np.stack(place_of).reshape(len(x.shape), *mesh.values())
+    entries: list[list[tuple[int, str]]] = [[] for _ in x.shape]
+    for i, (name, size) in enumerate(mesh.items(), 1):
+        steps = np.diff(places, axis=i).reshape(len(x.shape), -1)
+        (sharded,) = np.nonzero(steps.any(axis=1))
+        if size > 1 and len(sharded) == 1 and np.ptp(steps[sharded[0]]) == 0:
+            entries[sharded[0]].append((steps[sharded[0], 0], name))
+    return PartitionSpec(*[tuple(name for _, name in sorted(entry, reverse=True)) or None for entry in entries])
 
 
 def sharding_rule(call: Call, present) -> tuple[str, dict]:

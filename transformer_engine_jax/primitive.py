@@ -174,6 +174,7 @@ def _lower(ctx, *operands, call: Call, platform: str):
     run.def_partition(
         partition=functools.partial(_partition, call, platform),
         sharding_rule=lambda mesh, operand_types, result_types: partition.sharding_rule(call, plain[0]),
+        decode_shardings=False,  # JAX's way knows none that has a mesh axis on two dimensions
     )
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return mlir.lower_fun(run)(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
@@ -191,7 +192,7 @@ def _partition(call: Call, platform: str, mesh, operands, results):
         given = operands[0].sharding
         same = type(given).get_replicated(given._device_assignment)
         return mesh, functools.partial(run, call), tuple(same for _ in results), tuple(same for _ in operands)
-    specs = [[x.sharding.spec for x in side] for side in (operands, results)]
+    specs = [[partition.decoded(x, mesh.shape) for x in side] for side in (operands, results)]
     plan = partition.plan(call, run, mesh.shape, operands, *specs)
     shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (plan.results, plan.operands)]
     return mesh, plan.local, *shardings

@@ -83,7 +83,7 @@ def _lower(ctx, *operands):
     axes = iter(range(sum(a.ndim for a in ctx.avals_in)))
     x, other = (" ".join(f"x{next(axes)}" for _ in a.shape) for a in ctx.avals_in)
     run = custom_partitioning(_call)
-    run.def_partition(partition=_partition, sharding_rule=f"{x}, {other} -> {x}")
+    run.def_partition(partition=_partition, sharding_rule=f"{x}, {other} -> {x}", decode_shardings=False)
     return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
 
