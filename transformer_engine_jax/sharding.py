@@ -50,7 +50,7 @@ def logical_axis_rules(resource: MeshResource) -> tuple[tuple[str, str | tuple[s
 def tensor_parallel() -> bool:
     """Whether the MeshResource in force splits kernels over several devices."""
     resource = current().mesh_resource
-    return jax.sharding.get_abstract_mesh().shape.get(resource.tp_resource or resource.tpsp_resource, 1) > 1
+    return _size(resource.tp_resource or resource.tpsp_resource) > 1
 
 
 def gathered_axis(axes: Axes, shape: Sequence[int]) -> int | None:
@@ -66,9 +66,22 @@ def gathered_axis(axes: Axes, shape: Sequence[int]) -> int | None:
     if len(axes) != len(shape):
         raise ValueError(f"kernel_axes: expected {len(shape)} logical axes for {list(shape)}, got {tuple(axes)}")
     name, mesh = current().mesh_resource.fsdp_resource, jax.sharding.get_abstract_mesh()
-    size = 1 if name in mesh.manual_axes else mesh.shape.get(name, 1)
+    size = 1 if name in mesh.manual_axes else _size(name)
     found = [i for i, entry in enumerate(_spec(axes)) if entry is not FREE and name in names_of(entry)]
     return found[0] if size > 1 and len(found) == 1 and shape[found[0]] % size == 0 else None
+
+
+def _size(name: str | None) -> int:
+    """Of a mesh axis that the MeshResource names; 1 where it names none, or no mesh is in force."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if name is None or mesh.empty:
+        return 1
+    if name not in mesh.shape:
+        raise ValueError(
+            f"MeshResource: expected axes of the mesh in force, {list(mesh.axis_names)}, got {name!r} in "
+            f"{current().mesh_resource}"
+        )
+    return mesh.shape[name]
 
 
 def extend_logical_axis_rules(rules: Rules) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:

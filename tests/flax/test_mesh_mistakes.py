@@ -31,6 +31,15 @@ def test_mesh_axes_that_do_not_exist_are_named():
             run(te.MeshResource(dp_resource="dat"))
 
 
+@pytest.mark.parametrize("resource", [te.MeshResource(tp_resource="modle"), te.MeshResource(fsdp_resource="dat")])
+def test_mesh_axes_that_do_not_exist_are_named_where_no_activation_has_axes(resource):
+    module = te_flax.DenseGeneral(features=16, kernel_axes=("embed", "mlp"))
+    with testing.on_mesh(MESH), te.autocast(True, mesh_resource=resource):
+        with pytest.raises(ValueError, match=r"axes of the mesh in force, \['data', 'model'\], got '(modle|dat)'"):
+            variables = jax.jit(module.init)(jax.random.key(0), X)
+            jax.jit(jax.grad(lambda v: jnp.sum(module.apply(v, X))))(variables)
+
+
 def test_a_mesh_that_jax_does_not_tell_of_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
