@@ -200,14 +200,20 @@ def _partition(call: Call, platform: str, mesh, operands, results):
 
 def _on_explicit_axes(call: Call, platform: str, mesh, avals) -> Callable:
     """The call where shardings are part of the types: they are known, so the plan is simply carried out."""
-    local = functools.partial(_run, platform)
-    plan = partition.plan(call, local, mesh.shape, avals, [a.sharding.spec for a in avals])
+    run_here = functools.partial(_run, platform)
+    plan = partition.plan(call, run_here, mesh.shape, avals, [a.sharding.spec for a in avals])
+    shardings = [NamedSharding(mesh, spec) for spec in plan.operands]
+    # Arrays without elements are made inside: before 0.12 jaxlib crashes over what enters and goes unused.
+    empty = [0 in a.shape for a in avals]
+
+    def local(*entered):
+        it, shards = iter(entered), zip(empty, shardings, avals)
+        return plan.local(*[jnp.zeros(s.shard_shape(a.shape), a.dtype) if e else next(it) for e, s, a in shards])
 
     def run(*present):
-        present = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(present, plan.operands)]
-        return jax.shard_map(plan.local, mesh=mesh, in_specs=plan.operands, out_specs=plan.results, check_vma=False)(
-            *present
-        )
+        present = [jax.sharding.reshard(x, s) for x, s, e in zip(present, shardings, empty) if not e]
+        specs = tuple(spec for spec, e in zip(plan.operands, empty) if not e)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=plan.results, check_vma=False)(*present)
 
     return run
 

@@ -171,3 +171,15 @@ def test_experts_that_an_explicit_axis_shards(rec, count, inside):
     testing.assert_close(jax.device_get(got), expected, 0.02)
     # JAX before 0.11 has what is parallel within experts whole where it enters a shard_map over these.
     assert jax.__version_info__ < (0, 11) or "all-gather" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 64), (8, 0, 64)])
+def test_empty_batches_and_sequences(shape):
+    layer, mesh = Layer(**still), testing.mesh_of((4, 2), ("data", "model"), explicit=True)
+    with testing.on_mesh(mesh), te.fp8_autocast(True, mesh_resource=RESOURCES["dp and tp"]):
+        variables = nn.unbox(jax.jit(layer.init)(jax.random.key(0), X))
+        x = jax.device_put(jnp.zeros(shape), NamedSharding(mesh, P("data")))
+        y, vjp = jax.vjp(jax.jit(layer.apply), variables, x)
+        grads, dx = vjp(y)
+    assert y.shape == dx.shape == shape
+    assert not any(jax.device_get(g).any() for g in jax.tree.leaves(grads["params"]))
