@@ -158,9 +158,9 @@ def test_experts_that_an_explicit_axis_shards(rec, count, inside):
             return jax.vmap(jax.grad(of_each, argnums=(0, 1)))(variables, x)
         return jax.grad(lambda *args: jnp.sum(jnp.sin(experts.apply(*args)[0])), argnums=(0, 1))(variables, x)
 
-    with te.fp8_autocast(rec is not None, rec):
-        expected = jax.device_get(jax.jit(gradients)(variables, x))
     mesh = testing.mesh_of((4, 2), ("experts", "model"), explicit=True)
+    with jax.default_device(mesh.devices.flat[0]), te.fp8_autocast(rec is not None, rec):
+        expected = jax.device_get(jax.jit(gradients)(variables, x))
     resource = te.MeshResource(tp_resource="model")
     with testing.on_mesh(mesh), te.fp8_autocast(rec is not None, rec, mesh_resource=resource):
         placed = jax.device_put((variables, x), NamedSharding(mesh, P("experts")))

@@ -103,15 +103,15 @@ def test_heads_that_tensor_parallelism_divides_in_part(heads, groups, devices, f
     ],
 )
 def test_results_of_arrays_that_are_not_on_the_mesh(shape, how, fields, resource):
-    x, layer = jax.random.normal(jax.random.key(0), shape), FusedLayer(**fields)
-    variables = steps.randomized(steps.init(layer, x, rec=DELAYED))
+    layer, mesh = FusedLayer(**fields), testing.mesh_of((4, 2), ("data", "model"))
 
     def step(variables, x):
         y, vjp = jax.vjp(lambda v, x: layer.apply(v, x, deterministic=True), variables, x)
         return y, vjp(jnp.cos(y))
 
-    mesh = testing.mesh_of((4, 2), ("data", "model"))
-    with steps.autocast(DELAYED):
+    with jax.default_device(mesh.devices.flat[0]), steps.autocast(DELAYED):
+        x = jax.random.normal(jax.random.key(0), shape)
+        variables = steps.randomized(steps.init(layer, x, rec=DELAYED))
         expected = jax.device_get(jax.jit(step)(variables, x))
     with testing.on_mesh(mesh), steps.autocast(DELAYED, mesh_resource=resource):
         if how == "jit":
