@@ -235,6 +235,11 @@ def _spec(axes: Axes) -> PartitionSpec:
     return PartitionSpec(*[found.get(name) for name in axes])
 
 
+def of_rules(*logical: str) -> list[tuple[str, ...]]:
+    """The mesh axes that the rules in force give logical axes."""
+    return [names_of(entry) for entry in _spec(logical)]
+
+
 def _among(entry: str | tuple[str, ...] | None, axes: Sequence[str], size: int) -> tuple[str, ...] | None:
     """An entry of a partition spec, of these mesh axes alone, and of those that divide the size, where it is known.
 

@@ -161,8 +161,9 @@ def test_cudnn_itself_with_large_heads(size):
 
 
 @STRATEGIES
-def test_lowered_for_cuda(monkeypatch, strategy):
-    """As many calls of cuDNN as there are parts."""
+@pytest.mark.parametrize("resource", [te.MeshResource(), te.MeshResource(dp_resource="data")])
+def test_lowered_for_cuda(monkeypatch, resource, strategy):
+    """As many calls of cuDNN as there are parts, and none that is to be partitioned: JAX can't among manual axes."""
     monkeypatch.setattr(backends, "platform", lambda: "gpu")
     attend = partial(
         dot_product_attention, options=Attention(0.3, causal=True), context_parallel=ContextParallel("cp", strategy)
@@ -173,9 +174,10 @@ def test_lowered_for_cuda(monkeypatch, strategy):
 
     mesh = testing.mesh_of((2, 4), ("data", "cp"))
     qkv = testing.shard(mesh, [x.astype(jnp.bfloat16) for x in (QKV[0], QKV[1], QKV[1])], [P("data", "cp")] * 3)
-    with testing.on_mesh(mesh):
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
         traced = jax.jit(both).trace(*qkv)
-        assert "CustomSPMDPartitioning" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "__cudnn$fmha" in text and "CustomSPMDPartitioning" not in text
         assert "cudnn" in str(te.explain(both, *qkv))
     for call in ("fwd", "bwd"):
         assert str(traced.jaxpr).count(f"= dot_product_attention_{call}_wrapper[") == 4

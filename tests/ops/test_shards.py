@@ -16,6 +16,7 @@ from hopper import choose_as_on_hopper
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import (
     Attention,
@@ -197,6 +198,35 @@ def test_some_axes_are_the_compilers():
         *qkv, dy = testing.shard(mesh, [*qkv, dy], specs_of(4))
         got = jax.device_get(step(options, tuple(qkv), dy, arguments))
     testing.assert_close(got, expected, BOUND)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("case", ["causal", "lengths", "mask", "bias of heads", "learnable"])
+def test_among_manual_axes(case, groups, check_vma):
+    """Of a user's shard_map, where the other axes are the compiler's: heads are where the rules say, if they divide."""
+    fields, arguments = CASES[case]
+    arguments = jax.tree.map(jnp.asarray, arguments)
+    options, (*qkv, dy) = Attention(0.25, **fields), inputs(groups)
+    mesh = testing.mesh_of((DATA, MODEL), ("data", "model"))
+    with jax.default_device(mesh.devices.flat[0]):
+        expected = jax.device_get(step(options, tuple(qkv), dy, arguments))[:2]
+    rows = jax.tree.map(lambda x: P("data") if x.shape[0] == B else P(), arguments)
+
+    def local(qkv, dy, arguments):
+        out, (grads, others) = step(options, qkv, dy, arguments)
+        return out, (grads, others if check_vma else jax.lax.psum(others, "data"))
+
+    *qkv, dy = testing.shard(mesh, [*qkv, dy], specs_of(groups))
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=te.MeshResource(tp_resource="model")):
+        traced = {name: P() for name in ("bias", "softmax_offset") if name in arguments}
+        specs = dict(in_specs=(P("data"), P("data"), rows), out_specs=(P("data"), (P("data"), traced)))
+        run = jax.jit(jax.shard_map(local, axis_names={"data"}, check_vma=check_vma, **specs))
+        compiled = run.lower(tuple(qkv), dy, arguments).compile()
+        got = compiled(tuple(qkv), dy, arguments)
+    testing.assert_close(jax.device_get(got), expected, SHARED)
+    heads = H // MODEL if groups % MODEL == 0 else H
+    assert f"bf16[{B // DATA},{S},{heads},{D}]" in compiled.as_text()
 
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.vmap, "scan"], ids=["remat", "vmap", "scan"])

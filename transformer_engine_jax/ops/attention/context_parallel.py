@@ -21,7 +21,7 @@ from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attent
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference, running_attention
 from transformer_engine_jax.ops.attention.sequences import Places
-from transformer_engine_jax.ops.attention.shards import explicit_axes, on_axes
+from transformer_engine_jax.ops.attention.shards import examples_and_heads, on_axes
 
 STRATEGIES = ("DEFAULT", "ALL_GATHER", "RING")
 
@@ -122,13 +122,13 @@ def context_parallel_cudnn(
     _check_lengths(parallel, query, key)
     over = dict(size=parallel.size(), ring=parallel.strategy == "RING", balanced=parallel.load_balanced)
     parts = Parts(options.scale, Mask(options.causal), parallel.axis, **over)
-    explicit, operands = explicit_axes(query), (query, key, value)
-    batch, _, heads, _ = jax.typeof(query).sharding.spec if explicit else [None] * 4
+    axes, batch, heads = examples_and_heads(query, key.shape[2], parallel.axis)
+    operands = query, key, value
     sharded = P(batch, parallel.axis, heads)
     if options.softmax_type != "vanilla":
         operands += (jnp.zeros(query.shape[2]) if softmax_offset is None else softmax_offset,)
     specs = (*[sharded] * 3, P(heads))[: len(operands)]
-    return on_axes({parallel.axis, *explicit}, attention_of_parts, (parts,), operands, specs, sharded)
+    return on_axes({parallel.axis, *axes}, attention_of_parts, (parts,), operands, specs, sharded)
 
 
 def _check_lengths(parallel: ContextParallel, query, key) -> None:

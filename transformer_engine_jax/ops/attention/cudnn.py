@@ -25,7 +25,7 @@ from transformer_engine_jax.ops.attention.sequences import (
     runs,
     visible,
 )
-from transformer_engine_jax.ops.attention.shards import explicit_axes, on_explicit_axes
+from transformer_engine_jax.ops.attention.shards import among_the_compilers, by_examples_and_heads, explicit_axes
 
 
 def cudnn_attention(
@@ -37,11 +37,12 @@ def cudnn_attention(
 
     quantizers: those of query, key and value, for what `attention_backend` computes in FP8; that runs anywhere.
     """
-    if explicit_axes(query) and quantizers is None:  # whose amaxes are those of all devices, which kernels see to
+    # With quantizers, amaxes are those of all devices, which kernels see to.
+    if (explicit_axes(query) or among_the_compilers()) and quantizers is None:
         described = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys, mask=mask, bias=bias)
         arguments = dict(described, softmax_offset=softmax_offset)
         given = dict(dropout_key=dropout_key, arguments=arguments)
-        return on_explicit_axes(cudnn_attention, options, query, key, value, **given)
+        return by_examples_and_heads(cudnn_attention, options, query, key, value, **given)
     if options.softmax_type == "off_by_one":
         softmax_offset = jnp.zeros(query.shape[2])
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)

@@ -1,7 +1,8 @@
 """Attention of each device's part, where the axes of the mesh are known: manual ones, and those made manual here.
 
 On explicit axes shardings are types. So a device attends with its examples and heads, of whole sequences or of its part
-of them, and nothing is left to be partitioned, for which JAX's cuDNN call knows the compiler's axes alone.
+of them, and nothing is left to be partitioned, for which JAX's cuDNN call knows the compiler's axes alone, and these
+only where no other is manual; there devices' parts are those that the rules in force say.
 """
 
 from __future__ import annotations
@@ -19,13 +20,35 @@ from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.differentiable import align, differentiable, explicit_meshes
 from transformer_engine_jax.ops.attention.options import Attention
-from transformer_engine_jax.partition import names_of
-from transformer_engine_jax.sharding import sharded_over
+from transformer_engine_jax.partition import dividing, names_of
+from transformer_engine_jax.sharding import of_rules, sharded_over
 
 
 def explicit_axes(x) -> frozenset[str]:
     """The explicit mesh axes that are in force for x."""
     return frozenset(jax.typeof(x).sharding.mesh.explicit_axes)
+
+
+def among_the_compilers() -> bool:
+    """Whether some mesh axes are manual and others the compiler's, over which JAX can't partition its cuDNN call."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes and mesh.auto_axes)
+
+
+def examples_and_heads(query, groups: int, sequence: str | None = None):
+    """(Mesh axes that are not manual; those of them that shard the examples; and the heads).
+
+    On explicit axes as queries are sharded, on the compiler's as the rules in force say. sequence: the mesh axis that
+    shards the tokens.
+    """
+    explicit, (batch, _, heads, _) = explicit_axes(query), jax.typeof(query).sharding.spec
+    mesh = jax.typeof(query).sharding.mesh if explicit else jax.sharding.get_abstract_mesh()
+    entries = []
+    for own, by_rule, size in zip((batch, heads), of_rules("batch", "heads"), (query.shape[0], groups)):
+        own = tuple(name for name in names_of(own) if name != sequence)
+        free = tuple(name for name in by_rule if name in mesh.auto_axes and name != sequence)
+        entries.append((*own, *dividing(size // math.prod(mesh.shape[n] for n in own), 1, free, mesh.shape)) or None)
+    return explicit | frozenset(mesh.auto_axes), *entries
 
 
 def of_examples_and_heads(query, key, value, sequence: str | None = None):
@@ -134,16 +157,16 @@ def _backward(on: _OnAxes, leaves, dy):
 _within_manual_axes = differentiable(_forward, _backward)
 
 
-def on_explicit_axes(
+def by_examples_and_heads(
     attend: Callable, options: Attention, query, key, value, *, dropout_key, arguments: dict
 ) -> jax.Array:
     """attend(options, query, key, value, dropout_key=, **arguments) of each device's examples and heads, [B, Q, H, Dv].
 
-    Query, key and value are sharded as `of_examples_and_heads` gives them.
+    Query, key and value are sharded as `of_examples_and_heads` gives them; on the compiler's axes, as the rules say.
     arguments: pytrees of arrays whose leading axes are examples, or 1 for all; of mask and bias, also heads; and of
     softmax_offset heads alone.
     """
-    batch, _, heads, _ = jax.typeof(query).sharding.spec
+    axes, batch, heads = examples_and_heads(query, key.shape[2])
     full = {"mask": (batch, heads), "bias": (batch, heads), "softmax_offset": (heads,)}
     sizes = {batch: query.shape[0], heads: query.shape[2]}
 
@@ -156,7 +179,7 @@ def on_explicit_axes(
     sharded, whole = P(batch, None, heads), jax.tree.map(lambda _: P(), dropout_key)
     operands = query, key, value, dropout_key, arguments
     specs = (*[sharded] * 3, whole, specs)
-    return on_axes(explicit_axes(query), _of_shard, (attend, options, over), operands, specs, sharded)
+    return on_axes(axes, _of_shard, (attend, options, over), operands, specs, sharded)
 
 
 def _of_shard(attend: Callable, options: Attention, over, query, key, value, dropout_key, arguments: dict) -> jax.Array:
