@@ -259,6 +259,32 @@ def test_inside_a_manual_shard_map():
             testing.assert_same_bytes(jax.device_get(jax.jit(run)(testing.shard(mesh, X, spec))), quantized(X).q)
 
 
+@pytest.mark.parametrize("manual", [("data",), ("data", "rows")])
+@pytest.mark.parametrize("names", [("data", "model", "rows"), ("model", "rows", "data"), ("model", "data", "rows")])
+def test_inside_a_shard_map_over_some_axes(names, manual):
+    """The others are the compiler's: shards of one stay where they are, and collectives are of its devices alone."""
+    x = X * jnp.arange(1.0, 9.0)[:, None, None]  # so that amaxes differ
+    each = lambda x: quantize(x, SCALE, dtype=E4M3, q_t=True, amax=True, colsum=True)
+    rows, whole = 2 if "rows" in manual else 1, each(x)
+    expected = [each(part) for half in jnp.split(x, 2) for part in jnp.split(half, rows, axis=1)]
+    mesh = testing.mesh_of((2, 2, 2), names)
+    mesh = jax.sharding.Mesh(mesh.devices.ravel()[[0, 3, 5, 1, 2, 7, 6, 4]].reshape(2, 2, 2), names)
+
+    def local(x):
+        out = each(jax.lax.with_sharding_constraint(x, P(None, None if rows > 1 else "rows", "model")))
+        return out.q, out.q_t, out.amax[None], out.colsum[None]
+
+    specs = dict(in_specs=P(*manual), out_specs=(P(*manual), P(None, *manual), P(manual), P(manual)))
+    with testing.on_mesh(mesh):
+        x = testing.shard(mesh, x, P("data", "rows", "model"))
+        compiled = jax.jit(jax.shard_map(local, axis_names=set(manual), **specs)).lower(x).compile()
+        q, q_t, amaxes, colsums = jax.device_get(compiled(x))
+    testing.assert_same_bytes((q, q_t), jax.device_get((whole.q, whole.q_t)))
+    testing.assert_same_bytes(amaxes, jnp.stack([e.amax for e in expected]))
+    testing.assert_close(colsums, jnp.stack([e.colsum for e in expected]), 1e-5)  # f32 sums in another order
+    assert rows == 1 or "all-gather" not in compiled.as_text()
+
+
 class Doubled(NamedTuple):
     y: jax.Array
 

@@ -17,7 +17,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer_engine_jax import partition
 from transformer_engine_jax.decisions import compute_capabilities
@@ -172,7 +172,7 @@ def _lower(ctx, *operands, call: Call, platform: str):
     plain = [[jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
     run = custom_partitioning(functools.partial(_run, platform, call))
     run.def_partition(
-        partition=functools.partial(_partition, call, platform),
+        partition=functools.partial(_partition, call, platform, ctx.module_context.axis_context),
         sharding_rule=lambda mesh, operand_types, result_types: partition.sharding_rule(call, plain[0]),
         decode_shardings=False,  # JAX's way knows none that has a mesh axis on two dimensions
     )
@@ -180,21 +180,27 @@ def _lower(ctx, *operands, call: Call, platform: str):
         return mlir.lower_fun(run)(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
 
 
-def _partition(call: Call, platform: str, mesh, operands, results):
-    """custom_partitioning's callback, for meshes whose axes the compiler shards over."""
+def _partition(call: Call, platform: str, context, mesh, operands, results):
+    """custom_partitioning's callback, for meshes whose axes the compiler shards over: those that are not manual."""
 
     def run(call: Call, *present):
         # The mesh's explicit axes are manual here, where it can have some; a reference would be told they are not.
         with jax.sharding.use_abstract_mesh(NO_MESH):
             return _run(platform, call, *present)
 
-    if mesh.empty:  # several devices, but no mesh whose axes could be named: every device computes it all
+    over = mesh
+    if manual := getattr(context, "manual_axes", None):
+        # Collectives are of the whole mesh, shardings of the devices that have the same part along its manual axes. The
+        # compiler does not tell how it numbers these: of one axis it must be in order, of several nobody knows.
+        mesh, names = context.mesh, [name for name in context.mesh.axis_names if name not in manual]
+        over = Mesh(mesh.devices[tuple(slice(None) if n in names else 0 for n in mesh.axis_names)], names)
+    if mesh.empty or (manual and sum(n > 1 for n in over.shape.values()) > 1):  # every device computes it all
         given = operands[0].sharding
         same = type(given).get_replicated(given._device_assignment)
         return mesh, functools.partial(run, call), tuple(same for _ in results), tuple(same for _ in operands)
-    specs = [[partition.decoded(x, mesh.shape) for x in side] for side in (operands, results)]
-    plan = partition.plan(call, run, mesh.shape, operands, *specs)
-    shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (plan.results, plan.operands)]
+    specs = [[partition.decoded(x, over.shape) for x in side] for side in (operands, results)]
+    plan = partition.plan(call, run, over.shape, operands, *specs)
+    shardings = [tuple(NamedSharding(over, spec) for spec in side) for side in (plan.results, plan.operands)]
     return mesh, plan.local, *shardings
 
 

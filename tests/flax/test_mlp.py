@@ -305,11 +305,12 @@ def test_states_that_go_unused_in_a_manual_shard_map(rec, inside):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_in_a_manual_shard_map(check_vma):
+@pytest.mark.parametrize("devices", [(8, 1), (4, 2)], ids=["alone", "with tensor parallelism"])
+def test_in_a_manual_shard_map(devices, check_vma):
     module = LayerNormMLP(intermediate_dim=96, use_bias=True)
     x = jnp.concatenate([X16, 4 * X16])  # so that the amaxes of shards differ
     variables = steps.randomized(steps.init(module, x, rec=DELAYED))
-    mesh = testing.mesh_of((8,), ("data",))
+    mesh = testing.mesh_of(devices, ("data", "model"))
 
     def local(variables, x, weights):
         def scored(variables, x):
@@ -323,9 +324,12 @@ def test_in_a_manual_shard_map(check_vma):
 
     (weights,) = emulated.normal(9, x.shape)
     specs = (P(), P("data"), P("data"))
-    manual = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P("data"), P(), P("data")), check_vma=check_vma)
-    with steps.autocast(DELAYED, amax_axes="data"):
-        got = jax.device_get(jax.jit(manual)(variables, x, weights))
+    options = dict(in_specs=specs, out_specs=(P("data"), P(), P("data")), check_vma=check_vma)
+    options |= {"axis_names": {"data"}} if devices[1] > 1 else {}
+    resource = te.MeshResource(tp_resource="model")
+    with testing.on_mesh(mesh), steps.autocast(DELAYED, mesh_resource=resource, amax_axes="data"):
+        step = jax.jit(jax.shard_map(local, **options)).lower(variables, x, weights).compile()
+        got = jax.device_get(step(variables, x, weights))
     check_vma = True  # what follows is not manual: there is nothing to sum
     with steps.autocast(DELAYED):
         expected = jax.device_get(jax.jit(local)(variables, x, weights))
