@@ -68,6 +68,11 @@ class QuantizerStates:
         return dict(zip(self.TENSORS, jax.eval_shape(split, self.packed) if abstract else split(self.packed)))
 
     @property
+    def sharding(self) -> jax.sharding.Sharding | jax.sharding.PartitionSpec:
+        """That of `packed`, or of a whole array where that is abstract; NNX wants to know of what a Variable holds."""
+        return getattr(self.packed, "sharding", None) or jax.sharding.PartitionSpec()
+
+    @property
     def layout(self) -> tuple[tuple[int, ...], int, int]:
         """(the axes of stacked layers, the number of tensors, the length of their histories)."""
         *stacked, tensors, length = jnp.shape(self.packed)

@@ -30,29 +30,31 @@ FIELDS = dict(
     enable_rotary_pos_emb=True,
     scale_attn_logits=True,
 )
+SEQUENCE = dict(enable_sequence_parallel=True)
 RESOURCE = te.MeshResource(dp_resource="data", tp_resource="model", cp_resource="cp")
 ORDER = partial(te.reorder_causal_load_balancing, cp_size=2)
 BACK = partial(te.inverse_reorder_causal_load_balancing, cp_size=2)
 
 
 @pytest.mark.parametrize(
-    "strategy, balanced, rec, explicit, sequence_parallel",
+    "strategy, balanced, rec, explicit, fields",
     [
-        ("ALL_GATHER", False, None, False, False),
-        ("RING", True, None, False, False),
-        ("DEFAULT", True, DELAYED, True, False),
-        ("DEFAULT", False, DELAYED, True, True),
+        ("ALL_GATHER", False, None, False, {}),
+        ("RING", True, None, False, {}),
+        ("DEFAULT", True, DELAYED, True, {}),
+        ("DEFAULT", False, DELAYED, True, SEQUENCE),
+        ("DEFAULT", False, None, True, dict(SEQUENCE, apply_residual_connection_post_layernorm=True)),
     ],
 )
-def test_a_layer_with_its_sequence_sharded(strategy, balanced, rec, explicit, sequence_parallel):
+def test_a_layer_with_its_sequence_sharded(strategy, balanced, rec, explicit, fields):
     layer = TransformerLayer(
         **FIELDS,
+        **fields,
         context_parallel_axis="cp",
         context_parallel_strategy=strategy,
         context_parallel_causal_load_balanced=balanced,
-        enable_sequence_parallel=sequence_parallel,
     )
-    whole = TransformerLayer(**FIELDS)
+    whole = TransformerLayer(**FIELDS, **{name: x for name, x in fields.items() if name not in SEQUENCE})
     boxed = steps.init(whole, X, rec=DELAYED, unbox=False)
     variables = steps.randomized(nn.unbox(boxed))
     boxed = {**boxed, "params": nn.meta.replace_boxed(boxed["params"], variables["params"])}

@@ -3,6 +3,7 @@
 from functools import partial
 
 import emulated
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -268,6 +269,25 @@ def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit):
     out_, (grads_, dx_) = expected
     got = jax.device_get((out, dx, twins.as_linen(grads)["params"]))
     testing.assert_close(got, (out_, dx_, twins.as_linen(grads_)["params"]), 5 * emulated.F32)
+
+
+def test_abstract_models_on_a_mesh():
+    """As NNX has it for models that are made sharded: their shardings, and those of their states, are asked for."""
+    create = lambda: Layer(rngs=nnx.Rngs(0))
+    mesh = testing.mesh_of((4, 2), ("data", "model"))
+    resource = te.MeshResource(fsdp_resource="data", tp_resource="model")
+    with te.fp8_autocast(True, mesh_resource=resource), nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+        expected = nnx.split(create())[1]
+    with testing.on_mesh(mesh), te.fp8_autocast(True, mesh_resource=resource):
+        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+            graph, abstract = nnx.split(nnx.eval_shape(create))
+            shardings = nnx.get_named_sharding(abstract, mesh)
+            state = jax.jit(lambda: nnx.split(create())[1], out_shardings=shardings)()
+        model = nnx.merge(graph, state)
+        assert model.wi_kernel.get_value().sharding.spec == P("data", None, "model")
+        y = nnx.jit(lambda model, x: model(x)[0])(model, testing.shard(mesh, X, P("data")))
+        assert y.shape == X.shape
+    testing.assert_close(jax.device_get(nnx.to_pure_dict(state)), jax.device_get(nnx.to_pure_dict(expected)), F32)
 
 
 def test_checkpoints_round_trip(tmp_path):

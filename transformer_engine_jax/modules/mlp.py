@@ -17,7 +17,7 @@ from transformer_engine_jax.ops.layernorm import Norm, norm_and_input
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.precision import in_fp8, mlp_products
 from transformer_engine_jax.quantizers import GemmQuantizers, keep
-from transformer_engine_jax.sharding import constrain, sharded_as
+from transformer_engine_jax.sharding import FREE, constrain, sharded_as
 
 
 class MlpParameters(NamedTuple):
@@ -82,10 +82,10 @@ def run_mlp(
 def _stage_by_stage(
     module, x, kernels, biases, quantizers: tuple[GemmQuantizers | None, GemmQuantizers | None], residual, drop, adapt
 ) -> jax.Array:
-    def product(i: int, x, axes, name: str, residual=None):
+    def product(i: int, x, axes, name: str, residual=None, output_axes=()):
         y = dense(
             x, kernels[i], biases[i], quantizers=quantizers[i], residual=residual, input_axes=axes,
-            kernel_axes=(module.kernel_axes_1, module.kernel_axes_2)[i],
+            output_axes=output_axes, kernel_axes=(module.kernel_axes_1, module.kernel_axes_2)[i],
         )  # fmt: skip
         y = checkpoint_name(y, name)
         return y if adapt is None else y + sharded_as(adapt(i, x), y)
@@ -93,4 +93,6 @@ def _stage_by_stage(
     z = product(0, x, module.dot_1_input_axes, module.ffn1_ckpt_name)
     a = activation(z, canonical_tuple(module.activations), module.activation_params)
     a = a if drop is None else drop(a)
-    return product(1, a, module.dot_2_input_axes, module.ffn2_ckpt_name, residual)
+    # The result's tokens are sharded as those of x, to which it may be added.
+    between = module.layernorm_input_axes and (*module.layernorm_input_axes[:-1], FREE)
+    return product(1, a, module.dot_2_input_axes, module.ffn2_ckpt_name, residual, between)
