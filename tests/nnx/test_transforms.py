@@ -276,7 +276,7 @@ def test_abstract_models_on_a_mesh():
     create = lambda: Layer(rngs=nnx.Rngs(0))
     mesh = testing.mesh_of((4, 2), ("data", "model"))
     resource = te.MeshResource(fsdp_resource="data", tp_resource="model")
-    with te.fp8_autocast(True, mesh_resource=resource), nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+    with jax.default_device(mesh.devices.flat[0]), te.fp8_autocast(True):
         expected = nnx.split(create())[1]
     with testing.on_mesh(mesh), te.fp8_autocast(True, mesh_resource=resource):
         with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
