@@ -272,7 +272,7 @@ def _axis_sizes(axes, operands) -> dict[str, int]:
         by_name |= dict(zip(names, operand.shape))
     groups: dict[str, int] = {}
     for name, size in by_name.items():
-        group = "tokens" if re.fullmatch(r"t\d+", name) else name[0]
+        group = "tokens" if name.startswith("...") else name[0]
         groups[group] = groups.get(group, 1) * size
     return groups
 
