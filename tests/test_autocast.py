@@ -48,10 +48,14 @@ def test_the_context_closes_after_an_error():
         (dict(fp8_recipe=recipe.DelayedScaling), "recipe: expected an instance"),
         (dict(mesh_resource="data"), "mesh_resource: expected a MeshResource"),
         (dict(amax_axes=(1,)), "amax_axes: expected mesh axis names"),
+        (dict(amax_axes=3), "amax_axes: expected mesh axis names"),
+        (dict(enabled=recipe.DelayedScaling()), "enabled: expected a bool, got Delayed.*second argument"),
+        (dict(enabled="no"), "enabled: expected a bool"),
+        (dict(calibrating=recipe.DelayedScaling()), "calibrating: expected a bool"),
     ],
 )
 def test_wrong_arguments(arguments, message):
-    with pytest.raises(TypeError, match=message), te.fp8_autocast(True, **arguments):
+    with pytest.raises(TypeError, match=message), te.fp8_autocast(**{"enabled": True, **arguments}):
         pass
 
 

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
+import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.decisions import decided
 from transformer_engine_jax.explain import _products
@@ -138,6 +140,15 @@ def test_calls_are_counted_through_loops_and_recomputation():
     assert [(r.name, r.phase) for r in rows] == [
         ("rmsnorm_fwd", "forward"), ("rmsnorm_fwd", "recomputed"), ("rmsnorm_bwd", "backward")
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_functions_that_nnx_jits(compile):
+    with te.autocast(True):
+        model = te_nnx.DenseGeneral(32, 48, rngs=nnx.Rngs(0))
+        run = nnx.jit(lambda model, x: nnx.grad(lambda model, x: jnp.sum(model(x)))(model, x))
+        explanation = te.explain(run, model, jnp.ones((8, 32)), compile=compile)
+    assert len(rows_of(explanation, "gemm")) == 1 and (explanation.compiled is not None) == compile
 
 
 def test_what_no_result_depends_on_is_left_out():

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
+import numpy as np
 
 from transformer_engine_jax.recipe import DelayedScaling, Recipe
 
@@ -75,16 +76,17 @@ def autocast(
         context said, () reduces over none.
 
     Raises:
-      TypeError, ValueError: for a recipe, mesh_resource or amax_axes of another kind.
+      TypeError: for an argument of another kind.
     """
+    for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+        if not isinstance(value, int | np.bool_):
+            raise TypeError(f"autocast: {name}: expected a bool, got {value!r}; the recipe is the second argument")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast: recipe: expected an instance of a recipe such as DelayedScaling(), got {recipe!r}")
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
         raise TypeError(f"autocast: mesh_resource: expected a MeshResource, got {mesh_resource!r}")
-    if amax_axes is None:
-        axes = current().amax_axes
-    else:
-        axes = (amax_axes,) if isinstance(amax_axes, str) else tuple(amax_axes)
+    axes = current().amax_axes if amax_axes is None else amax_axes
+    axes = (axes,) if isinstance(axes, str) or not isinstance(axes, Iterable) else tuple(axes)
     if not all(isinstance(a, str) for a in axes):
         raise TypeError(f"autocast: amax_axes: expected mesh axis names, got {amax_axes!r}")
     on = bool(enabled) or bool(calibrating)

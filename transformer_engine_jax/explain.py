@@ -391,6 +391,7 @@ def explain(fn: Callable, *args, compile: bool = False, **kwargs) -> Explanation
       An Explanation: `print` it for a table, or read `rows` and `compiled`.
     """
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
+    traced = getattr(traced, "traced", traced)  # nnx.jit's has JAX's in it
     jaxpr = traced.jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     start = _Place(platform(), 1, "", source_info_util.new_name_stack())

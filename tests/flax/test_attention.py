@@ -341,6 +341,14 @@ def test_flax_shows_results_of_modules():
     assert "qkv" not in updates["intermediates"]  # it has no result of its own
 
 
+@pytest.mark.parametrize("groups", [2, H])
+def test_sizes_may_be_numpys(groups):
+    fields = dict(head_dim=D, num_attention_heads=H, num_gqa_groups=groups)
+    expected = steps.init(MultiHeadAttention(**fields), X)
+    got = steps.init(MultiHeadAttention(**{name: np.int64(size) for name, size in fields.items()}), X)
+    testing.assert_same_bytes(got, expected)
+
+
 def test_empty_batches_and_sequences():
     module, variables = MHA(), steps.init(MHA(), X)
     for shape in ((0, S, HIDDEN), (B, 0, HIDDEN)):

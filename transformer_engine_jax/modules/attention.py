@@ -354,4 +354,4 @@ def _project_together(module, x, layout, parts, residual: Residual, split: bool)
 
 def _unstacked(y, features) -> list:
     """The results [.., N] in y[.., P, N], of features (P, N); y itself where features is N."""
-    return [y] if isinstance(features, int) else [y if y is None else y[..., i, :] for i in range(features[0])]
+    return [y if y is None else y[..., i, :] for i in range(features[0])] if isinstance(features, tuple) else [y]
