@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformer_engine_jax.quantized import QuantizerStates
+from transformer_engine_jax.quantized import AttentionState, GemmState
 
 
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -30,10 +30,14 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> M
             )
     merged = dict(original)
     for name, value in new.items():
-        old = original.get(name)
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
-            value = update_collections(value, old)
-        elif isinstance(value, QuantizerStates):
-            value = value.or_where_unused(old)
-        merged[name] = value
+        merged[name] = _merged(value, original.get(name))
     return merged if type(original) is dict else type(original)(merged)
+
+
+def _merged(value: Any, old: Any) -> Any:
+    for kind in (GemmState, AttentionState):
+        state = kind.of(value)
+        if isinstance(state, kind):
+            return state.or_where_unused(kind.of(old)).like(value)
+    both = isinstance(value, Mapping) and isinstance(old, Mapping)
+    return update_collections(value, old) if both else value

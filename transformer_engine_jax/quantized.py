@@ -20,6 +20,7 @@ from transformer_engine_jax.ops.state import (
     update_state,
 )
 from transformer_engine_jax.recipe import DelayedScaling, Recipe, delayed_scale
+from transformer_engine_jax.tracing import once
 
 
 @jax.tree_util.register_dataclass
@@ -68,11 +69,6 @@ class QuantizerStates:
         return dict(zip(self.TENSORS, jax.eval_shape(split, self.packed) if abstract else split(self.packed)))
 
     @property
-    def sharding(self) -> jax.sharding.Sharding | jax.sharding.PartitionSpec:
-        """That of `packed`, or of a whole array where that is abstract; NNX wants to know of what a Variable holds."""
-        return getattr(self.packed, "sharding", None) or jax.sharding.PartitionSpec()
-
-    @property
     def layout(self) -> tuple[tuple[int, ...], int, int]:
         """(the axes of stacked layers, the number of tensors, the length of their histories)."""
         *stacked, tensors, length = jnp.shape(self.packed)
@@ -102,11 +98,23 @@ class QuantizerStates:
     @classmethod
     def of(cls, states: Any) -> Any:
         """What a mapping stands for, as restored without a target; anything else as it is."""
-        if isinstance(states, Mapping) and set(states) == {"packed"}:
-            return cls(jnp.asarray(states["packed"], jnp.float32))
-        if isinstance(states, Mapping) and set(states) == set(cls.TENSORS):
-            return cls.pack(**{name: QuantizerState(**states[name]) for name in cls.TENSORS})
+        if not isinstance(states, Mapping):
+            return states
+        if set(states) == {"packed"}:
+            packed = states["packed"]
+            return cls(packed if packed is None or isinstance(packed, jax.Array) else jnp.asarray(packed))
+        if set(states) == set(cls.TENSORS):
+            pack = lambda: cls.pack(**{name: QuantizerState(**states[name]) for name in cls.TENSORS})
+            return once(cls, jax.tree.leaves(states), pack)  # one array, by which is known what is used several times
         return states
+
+    def like(self, states: Any) -> Any:
+        """These in the form of `states`, which may be such a mapping."""
+        if not isinstance(states, Mapping):
+            return self
+        if set(states) == {"packed"}:
+            return {"packed": self.packed}
+        return {name: state._asdict() for name, state in self.states().items()}
 
     @classmethod
     def create(cls, recipe: Recipe | None = None, stacked: tuple[int, ...] = ()):

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import set_current_trace
 
 from transformer_engine_jax.autocast import autocast, current
 from transformer_engine_jax.differentiable import align, differentiable
 from transformer_engine_jax.ops.state import BINS, Scaling
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates, scaling_of, start, update
 from transformer_engine_jax.recipe import DelayedScaling, Recipe
+from transformer_engine_jax.tracing import once
 
 
 class QuantizerSpec(NamedTuple):
@@ -89,13 +89,6 @@ def _attach_backward(specs: tuple[QuantizerSpec, ...], states: QuantizerStates, 
 _attach = differentiable(_attach_forward, _attach_backward)
 
 
-def kept_on(trace, name: str) -> dict:
-    """A dictionary that lives as long as a trace, under this name."""
-    if not hasattr(trace, "__dict__"):  # a function's that is jitted or rematerialised; this much of it has one
-        trace = getattr(getattr(trace, "frame", None), "constid_to_tracer", None)
-    return trace.__dict__.setdefault(name, {}) if hasattr(trace, "__dict__") else {}
-
-
 def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> list[Quantizer]:
     """_attach at the level of tracing where the states live, and once there.
 
@@ -106,17 +99,9 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> l
     def attached() -> list[Quantizer]:
         return [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(_attach(specs, states), specs))]
 
-    here = jax.sharding.get_abstract_mesh().manual_axes or jax.config.jax_check_tracer_leaks
-    if here or not isinstance(states.packed, jax.core.Tracer):
+    if jax.sharding.get_abstract_mesh().manual_axes:
         return attached()
-    trace = states.packed._trace
-    known = kept_on(trace, "_te_attached")
-    key = (specs, id(states.packed))
-    if key not in known:
-        with set_current_trace(trace):
-            quantizers = attached()
-        known[key] = (states, quantizers)  # the states too, lest an id be used again
-    return known[key][1]
+    return once(("attached", specs), [states.packed], attached)
 
 
 def quantizer_spec(*, backward: bool = False, checkpoint_name: str | None = None) -> QuantizerSpec:
@@ -234,8 +219,6 @@ def _keep_forward(_, states):
 def _keep_backward(_, states, cotangent):
     del cotangent
     (state,) = states
-    if not isinstance(state, QuantizerStates):  # a part of one, as restored without a target
-        return (states,)
     # A sum of n states, as of calls that could not see one another, must not grow n times with every step.
     return ((type(state)(state.packed / jnp.maximum(state.packed[..., 1:2], 1.0)),),)
 
@@ -262,21 +245,13 @@ def keep(y: Any, states: Any) -> Any:
     However often they go unused: as with `_attach_once` it is seen to where the states live, and once there.
     """
     for state in jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, QuantizerStates)):
-        if not jax.tree.leaves(state):
+        if getattr(state, "packed", None) is None:  # none, or of nobody's
             continue
         (first, *others), tree = jax.tree.flatten(y)
         y = jax.tree.unflatten(tree, [_tie(None, first, _kept_once(state)), *others])
     return y
 
 
-def _kept_once(state: QuantizerStates | jax.Array) -> jax.Array:
+def _kept_once(state: QuantizerStates) -> jax.Array:
     """f32[] 0, of which any cotangent makes the state's the state."""
-    (array,) = jax.tree.leaves(state)
-    if not isinstance(array, jax.core.Tracer) or jax.config.jax_check_tracer_leaks:
-        return _keep(None, (state,))
-    known = kept_on(array._trace, "_te_kept")
-    if id(array) not in known:
-        with set_current_trace(array._trace):
-            token = _keep(None, (state,))
-        known[id(array)] = (array, token)  # the array too, lest its id be used again
-    return known[id(array)][1]
+    return once("kept", [state.packed], lambda: _keep(None, (state,)))

@@ -7,6 +7,7 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 import steps
 from steps import CURRENT, DELAYED
@@ -69,6 +70,61 @@ def test_states_restored_as_mappings_are_states():
         testing.assert_same_bytes(apply(raw, X), apply(settled, X))
         made = te_flax.init_state(MLP, raw, X, deterministic=True)
         testing.assert_same_bytes(made[STATE_COLLECTION], dict(settled[STATE_COLLECTION]))
+
+
+@pytest.fixture(scope="module", params=["orbax", "msgpack"])
+def restored(request, tmp_path_factory):
+    """Called with variables: as they come back from disk without a target, states in mappings."""
+
+    def restored(variables):
+        if request.param == "msgpack":
+            return flax.serialization.msgpack_restore(flax.serialization.to_bytes(variables))
+        path = tmp_path_factory.mktemp("orbax") / "saved"
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, variables)
+            checkpointer.wait_until_finished()
+            return checkpointer.restore(path)
+
+    return restored
+
+
+def states_of(variables) -> dict:
+    """The state of each layer, whatever its form."""
+    return {layer: te.GemmState.of(of_layer["gemm_state"]) for layer, of_layer in variables[STATE_COLLECTION].items()}
+
+
+class Two(nn.Module):
+    """Two layers, of which a call may leave out the second."""
+
+    @nn.compact
+    def __call__(self, x, both: bool = True):
+        a, b = DenseGeneral(features=16, name="a"), DenseGeneral(features=16, name="b")
+        return b(a(x)) if both else a(x)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_states_restored_as_mappings_go_on_as_states_do(restored, jit):
+    """Used several times in a step, or not at all and taken in by update_collections, or with FP8 off."""
+    model = Two()
+    with steps.autocast(DELAYED):
+        variables = steps.settle(model.apply, steps.init(model, X, rec=DELAYED), X)
+        raw = restored(variables)
+        assert isinstance(raw[STATE_COLLECTION]["a"]["gemm_state"], dict)
+        four = jit(jax.grad(lambda v: sum(model.apply(v, n * X).sum() for n in range(1, 5))))
+        testing.assert_same_bytes(states_of(four(raw)), states_of(four(variables)))
+
+        def first(variables):
+            gradient = jax.grad(lambda v: model.apply(v, X, both=False).sum())(variables)
+            return te.update_collections({STATE_COLLECTION: gradient[STATE_COLLECTION]}, variables)
+
+        new = jit(first)(raw)
+        assert jax.tree.structure(new) == jax.tree.structure(raw)
+        testing.assert_same_bytes(states_of(new), states_of(jit(first)(variables)))
+    apply = jax.jit(lambda v, x: model.apply(v, x).sum())  # which cannot see one another
+    off = jit(jax.grad(lambda v: apply(v, X) + apply(v, 2 * X)))
+    for _ in range(3):
+        raw, variables = ({**v, STATE_COLLECTION: off(v)[STATE_COLLECTION]} for v in (raw, variables))
+    testing.assert_same_bytes(states_of(raw), states_of(variables))
 
 
 def test_states_survive_flaxs_serialization():

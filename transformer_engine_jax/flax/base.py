@@ -76,7 +76,8 @@ class Fp8Module(nn.Module):
         """(the state `name`, None where it is not needed; in a list, where it is there all the same)."""
         if needed:
             return self.fp8_state(name, kind), []
-        return None, [self.get_variable(STATE_COLLECTION, name)] if self.has_variable(STATE_COLLECTION, name) else []
+        there = self.has_variable(STATE_COLLECTION, name)
+        return None, [kind.of(self.get_variable(STATE_COLLECTION, name))] if there else []
 
     @nn.nowrap
     def fp8_state(self, name: str, kind: type[QuantizerStates]) -> QuantizerStates:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import set_current_trace, take_current_trace
 
 from transformer_engine_jax.differentiable import differentiable
-from transformer_engine_jax.quantizers import kept_on
+from transformer_engine_jax.tracing import kept_on
 
 
 @jax.tree_util.register_dataclass
