@@ -319,6 +319,14 @@ def test_initial_values_and_logical_axes_are_linens():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_nnx_can_tabulate(name):
+    """Which compiles each of a module's functions."""
+    model, args = pair(name)[1:]
+    with steps.autocast(DELAYED):
+        assert CASES[name][0] in nnx.tabulate(model, *args, console_kwargs={"width": 200})
+
+
 # --- Dropout ---------------------------------------------------------------------------------------------------------
 
 

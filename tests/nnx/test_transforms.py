@@ -1,4 +1,4 @@
-"""FP8 state in a training step, and under NNX's transforms: jit, grad, split, scan, remat; meshes and checkpoints."""
+"""FP8 state in a training step, and under NNX's transforms: jit, grad, split, scan, remat; meshes."""
 
 from functools import partial
 
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 import steps
 import twins
@@ -288,35 +287,3 @@ def test_abstract_models_on_a_mesh():
         y = nnx.jit(lambda model, x: model(x)[0])(model, testing.shard(mesh, X, P("data")))
         assert y.shape == X.shape
     testing.assert_close(jax.device_get(nnx.to_pure_dict(state)), jax.device_get(nnx.to_pure_dict(expected)), F32)
-
-
-def test_checkpoints_round_trip(tmp_path):
-    model = twins.make(Layer)
-    with steps.autocast(DELAYED):
-        train_step(model, nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param))
-    graph, state = nnx.split(model)
-    checkpointer = orbax.checkpoint.StandardCheckpointer()
-    checkpointer.save(tmp_path / "model", state)
-    checkpointer.wait_until_finished()
-    with steps.autocast(DELAYED):
-        fresh = nnx.eval_shape(lambda: Layer(rngs=nnx.Rngs(0, dropout=1)))
-    restored = nnx.merge(graph, checkpointer.restore(tmp_path / "model", nnx.state(fresh)))
-    testing.assert_same_bytes(te_nnx.to_linen(restored), te_nnx.to_linen(model))
-    with steps.autocast(DELAYED):
-        testing.assert_same_bytes(nnx.jit(twins.call)(restored, X), nnx.jit(twins.call)(model, X))
-
-
-def test_conversion_says_what_differs():
-    model = twins.make(Layer)
-    good = te_nnx.to_linen(model)
-    te_nnx.from_linen(model, {"params": good["params"]})  # the state may be missing: the model keeps its own
-    for change, message in (
-        (lambda p: p.pop("wi_kernel"), r"only one of them has \['wi_kernel'\]"),
-        (lambda p: p.update(more=X), r"only one of them has \['more'\]"),
-        (lambda p: p.update(wo_kernel=X), r"params/wo_kernel: expected \['float32\[48, 32\]'\]"),
-        (lambda p: p.update(scale=p["scale"].astype(jnp.bfloat16)), r"params/scale: .* got \['bfloat16\[32\]'\]"),
-    ):
-        params = dict(good["params"])
-        change(params)
-        with pytest.raises(ValueError, match=message):
-            te_nnx.from_linen(model, {"params": params})

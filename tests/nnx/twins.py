@@ -50,7 +50,8 @@ def as_linen(grads) -> dict:
     for name, kind in (("params", nnx.Param), (te_flax.STATE_COLLECTION, te_nnx.Fp8State)):
         found = nnx.to_flat_state(nnx.state(grads, kind))
         if found:
-            out[name] = traverse_util.unflatten_dict({tuple(map(str, p)): v.get_value() for p, v in found})
+            value = lambda v: v.states if kind is te_nnx.Fp8State else v.get_value()
+            out[name] = traverse_util.unflatten_dict({tuple(map(str, p)): value(v) for p, v in found})
     return out
 
 
@@ -66,5 +67,5 @@ def states(model: nnx.Module) -> dict[str, QuantizerState]:
 def states_of(state) -> dict[str, QuantizerState]:
     """The same of the state, or the gradient, of a model."""
     found = nnx.to_flat_state(nnx.state(state, te_nnx.Fp8State))
-    each = [("/".join(map(str, path)), variable.get_value().states()) for path, variable in found]
+    each = [("/".join(map(str, path)), variable.states.states()) for path, variable in found]
     return {f"{path}.{name}": one for path, states in each for name, one in states.items()}

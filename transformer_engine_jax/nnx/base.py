@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import flax.core
@@ -14,11 +15,11 @@ from flax import nnx
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.modules.checks import check_common, check_positive
-from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
+from transformer_engine_jax.nnx.state import Fp8AttentionState, Fp8GemmState, Fp8State, recipe_of_state
 from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
-from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
+from transformer_engine_jax.quantized import QuantizerStates
 from transformer_engine_jax.quantizers import GemmQuantizers, gemm_quantizers
 from transformer_engine_jax.sharding import constrain
 
@@ -30,8 +31,18 @@ def module(cls: type) -> type:
     return dataclasses.dataclass(eq=False, repr=False)(cls)
 
 
+class helper:
+    """A method that is part of a call: nnx.tabulate compiles all functions of a module as functions of arrays."""
+
+    def __init__(self, method: Callable):
+        self.method = method
+
+    def __get__(self, module: nnx.Module | None, cls: type):
+        return self if module is None else partial(self.method, module)
+
+
 class Fp8Module(nnx.Module):
-    """A module with parameters and GEMMs: keeps the GemmState of each, `<gemm>_state`, as an Fp8State."""
+    """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8GemmState."""
 
     def freeze_fields(self) -> None:
         """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See check_common too."""
@@ -57,6 +68,7 @@ class Fp8Module(nnx.Module):
         value = init(rngs.params(), tuple(shape), dtype)
         setattr(self, name, nnx.Param(constrain(value, tuple(axes)), **metadata))
 
+    @helper
     def kernel_of_product(self, name: str) -> jax.Array | Accumulating:
         """A kernel as `dense` takes it: with the buffer of its gradient, where there is one."""
         kernel, main_grad = array(getattr(self, name)), array(getattr(self, f"{name}{SUFFIX}", None))
@@ -81,22 +93,25 @@ class Fp8Module(nnx.Module):
         self.make_param(f"{prefix}lora_a_kernel", init, axes_a, (*inputs, *stacked, dim), dtype, rngs)
         self.make_param(f"{prefix}lora_b_kernel", nn.initializers.zeros, axes_b, (*stacked, dim, n), dtype, rngs)
 
+    @helper
     def low_rank(self, x: jax.Array, k_axes: int, prefix: str = "") -> jax.Array:
         a, b = (array(getattr(self, f"{prefix}lora_{which}_kernel")) for which in "ab")
         return low_rank(x, a, b, k_axes=k_axes, alpha=self.low_rank_adaptation_alpha)
 
     def make_fp8_state(self, gemm: str) -> None:
         """The state of one GEMM: always there, so that autocast may be switched on later."""
-        setattr(self, f"{gemm}_state", Fp8State(GemmState.create(recipe_of_state())))
+        setattr(self, f"{gemm}_state", Fp8GemmState.create(recipe_of_state()))
 
     def make_attention_state(self) -> None:
         """The state of attention, where the recipe in force has fp8_dpa; else none, and the model can't have it."""
         wanted = current().recipe is not None and current().recipe.fp8_dpa
-        self.attention_state = Fp8State(AttentionState.create(recipe_of_state())) if wanted else nnx.data(None)
+        self.attention_state = Fp8AttentionState.create(recipe_of_state()) if wanted else nnx.data(None)
 
+    @helper
     def state_in_use(self, name: str, needed: bool) -> QuantizerStates | None:
         """The state `name`, or None; ValueError where the recipe in force needs it and it does not fit."""
-        state = array(getattr(self, name))
+        variable: Fp8State | None = getattr(self, name)
+        state = None if variable is None else variable.states
         if needed:
             expected = [current().recipe.amax_history_len]
             got = None if state is None else [*state.layout[0], state.layout[2]]
@@ -108,6 +123,7 @@ class Fp8Module(nnx.Module):
                 )
         return state
 
+    @helper
     def gemm_quantizers(
         self, gemm: str, fp8: bool, checkpoint_name: str | None = None
     ) -> tuple[GemmQuantizers | None, Any]:

@@ -12,7 +12,6 @@ from flax import nnx, traverse_util
 
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.nnx.state import Fp8State
-from transformer_engine_jax.quantized import QuantizerStates
 
 _COLLECTIONS = {"params": nnx.Param, STATE_COLLECTION: Fp8State}
 
@@ -23,8 +22,9 @@ def _variables(model: nnx.Module, kind: type) -> dict[tuple[str, ...], nnx.Varia
     return {tuple(str(part) for part in path): variable for path, variable in found}
 
 
-def _flat(collection: Mapping) -> dict[tuple[str, ...], Any]:
-    return traverse_util.flatten_dict(dict(collection), is_leaf=lambda _, x: isinstance(x, QuantizerStates))
+def _array(variable: nnx.Variable, value: Any) -> Any:
+    """What the variable holds of a value in Linen's collections: the array of a state, whatever form that has."""
+    return getattr(variable.KIND.of(value), "packed", value) if isinstance(variable, Fp8State) else value
 
 
 def _layout(value: Any) -> list[str]:
@@ -44,15 +44,18 @@ def from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
     for name, kind in _COLLECTIONS.items():
         if name != "params" and not variables.get(name):
             continue
-        given, own = _flat(nn.unbox(variables.get(name, {}))), _variables(model, kind)
+        own = _variables(model, kind)
+        of_linen = dict(nn.unbox(variables.get(name, {})))
+        given = traverse_util.flatten_dict(of_linen, is_leaf=lambda path, _: path in own)
         if unknown := given.keys() ^ own.keys():
             paths = sorted("/".join(path) for path in unknown)
             raise ValueError(f"from_linen: {name}: expected the same names in both, but only one of them has {paths}")
         for path, variable in own.items():
-            got, expected = _layout(given[path]), _layout(variable.get_value())
+            value = _array(variable, given[path])
+            got, expected = _layout(value), _layout(variable.get_value())
             if got != expected:
                 raise ValueError(f"from_linen: {name}/{'/'.join(path)}: expected {expected}, got {got}")
-            variable.set_value(jax.tree.map(jnp.asarray, given[path]))
+            variable.set_value(jnp.asarray(value))
 
 
 def to_linen(model: nnx.Module) -> dict[str, Any]:
@@ -62,5 +65,6 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
       model: its attributes have the names of the Linen modules.
     """
     flat = {name: _variables(model, kind) for name, kind in _COLLECTIONS.items()}
-    nested = {name: traverse_util.unflatten_dict({p: v.get_value() for p, v in f.items()}) for name, f in flat.items()}
+    value = lambda v: v.states if isinstance(v, Fp8State) else v.get_value()
+    nested = {name: traverse_util.unflatten_dict({p: value(v) for p, v in f.items()}) for name, f in flat.items()}
     return {name: collection for name, collection in nested.items() if collection}

@@ -25,7 +25,7 @@ from transformer_engine_jax.modules.dense import (
     run_layernorm_dense,
     split_sizes,
 )
-from transformer_engine_jax.nnx.base import Fp8Module, array, module
+from transformer_engine_jax.nnx.base import Fp8Module, array, helper, module
 
 
 def _sizes(op: str, field: str, value) -> tuple[int, ...]:
@@ -89,6 +89,7 @@ class _Dense(Fp8Module):
     def _adapt(self) -> Callable | None:
         return self.low_rank if self.enable_low_rank_adaptation else None
 
+    @helper
     def parts(self, fp8: bool) -> ProjectionParts:
         """What is needed to compute it together with others; fp8: whether autocast applies."""
         norm = array(getattr(self, "scale", None)), array(getattr(self, "ln_bias", None))

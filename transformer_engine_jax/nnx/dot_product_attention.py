@@ -12,7 +12,7 @@ from flax import nnx
 
 from transformer_engine_jax import flax as linen
 from transformer_engine_jax.flax.base import STATE_COLLECTION
-from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, make_dropout, module
+from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, helper, make_dropout, module
 from transformer_engine_jax.quantizers import needs_attention_state
 
 
@@ -97,6 +97,7 @@ class DotProductAttention(Fp8Module):
             rngs=keys,
         )
 
+    @helper
     def as_linen(self, **others) -> linen.DotProductAttention:
         """The Linen module of these fields and others: given its state it is a pure function, and knows the options."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

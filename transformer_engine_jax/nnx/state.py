@@ -6,17 +6,44 @@ An optimizer made with wrt=nnx.Param never sees it, and a gradient with respect 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.quantized import AttentionState
+from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
 from transformer_engine_jax.recipe import DelayedScaling, Recipe
 
 
 class Fp8State(nnx.Variable):
-    """Holds the GemmState of one GEMM, or the AttentionState of attention."""
+    """Holds the packed array of a GemmState or an AttentionState: one array, as checkpoints want it of a Variable."""
+
+    KIND: ClassVar[type[QuantizerStates]] = QuantizerStates
+
+    @classmethod
+    def create(cls, recipe: Recipe, stacked: tuple[int, ...] = ()) -> Fp8State:
+        """As KIND.create."""
+        return cls(cls.KIND.create(recipe, stacked).packed)
+
+    @property
+    def states(self) -> QuantizerStates:
+        """What the array is; its tensors' are attributes here too: gemm_state.x.scale."""
+        return self.KIND(self.get_value())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.states, name) if name in type(self).KIND.TENSORS else super().__getattr__(name)
+
+
+class Fp8GemmState(Fp8State):
+    """That of one GEMM."""
+
+    KIND = GemmState
+
+
+class Fp8AttentionState(Fp8State):
+    """That of attention."""
+
+    KIND = AttentionState
 
 
 class MainGrad(nnx.Variable):
@@ -56,7 +83,7 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
         )
     flat, own = dict(nnx.to_flat_state(new)), dict(nnx.to_flat_state(nnx.state(model, Fp8State)))
     for path in flat.keys() & own.keys():
-        flat[path] = flat[path].replace(flat[path].get_value().or_where_unused(own[path].get_value()))
+        flat[path] = flat[path].replace(flat[path].states.or_where_unused(own[path].states).packed)
     nnx.update(model, nnx.from_flat_state(flat))
     return nnx.state(grads, nnx.Not(_OVERWRITTEN))
 
@@ -74,14 +101,13 @@ def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
     found = list(nnx.iter_graph(model))
     states = {path: variable for path, variable in found if isinstance(variable, Fp8State)}
     for variable in states.values():
-        state = variable.get_value()
-        variable.set_value(state.create(recipe, state.layout[0]))
+        variable.set_value(variable.KIND.create(recipe, variable.states.layout[0]).packed)
     for path, node in found if recipe.fp8_dpa else []:
         if isinstance(node, nnx.Module) and getattr(node, "attention_state", node) is None:
-            node.attention_state = Fp8State(AttentionState.create(recipe, _stacked(path, states)))
+            node.attention_state = Fp8AttentionState.create(recipe, _stacked(path, states))
 
 
 def _stacked(path: tuple, states: dict[tuple, Fp8State]) -> tuple[int, ...]:
     """The axes of stacked layers: those of the state nearest to a module."""
     common = lambda other: next((i for i, (a, b) in enumerate(zip(path, other)) if a != b), len(path))
-    return states[max(states, key=common)].get_value().layout[0] if states else ()
+    return states[max(states, key=common)].states.layout[0] if states else ()
