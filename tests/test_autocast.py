@@ -62,6 +62,12 @@ def test_wrong_arguments(arguments, message):
 def test_mesh_resource_takes_names_only():
     with pytest.raises(ValueError, match="MeshResource.dp_resource: expected a mesh axis name"):
         te.MeshResource(dp_resource=0)
+    for twice in (dict(dp_resource="a", tp_resource="a"), dict(fsdp_resource="a", cp_resource="a")):
+        with pytest.raises(ValueError, match="MeshResource: expected different mesh axes .* got 'a' for two of them"):
+            te.MeshResource(**twice)
+    with pytest.raises(ValueError, match="got 'm' for two of them"):
+        te.MeshResource(cp_resource="m", tpsp_resource="m")
+    te.MeshResource(dp_resource="a", fsdp_resource="a", tp_resource="m", tpsp_resource="m", ep_resource="a")
 
 
 def model_and_variables(r):

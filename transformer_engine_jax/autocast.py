@@ -20,7 +20,10 @@ from transformer_engine_jax.recipe import DelayedScaling, Recipe
 class MeshResource:
     """Names of the mesh axes used for each kind of parallelism; None where it is not used.
 
-    dp and fsdp may both be set: the batch is then sharded over both.
+    dp and fsdp may both be set, to two axes, over both of which the batch then is sharded, or to one; tp and tpsp too.
+
+    Raises:
+      ValueError: not a name; or one axis is to shard two of the batch, the features and the sequence.
     """
 
     dp_resource: str | None = None
@@ -36,6 +39,13 @@ class MeshResource:
             value = getattr(self, field.name)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"MeshResource.{field.name}: expected a mesh axis name or None, got {value!r}")
+        batch, features = {self.dp_resource, self.fsdp_resource}, {self.tp_resource, self.tpsp_resource}
+        for one, other in ((batch, features), (batch, {self.cp_resource}), (features, {self.cp_resource})):
+            if twice := (one & other) - {None}:
+                raise ValueError(
+                    "MeshResource: expected different mesh axes for the batch (dp, fsdp), the features (tp, tpsp) and "
+                    f"the sequence (cp), got {min(twice)!r} for two of them in {self}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
