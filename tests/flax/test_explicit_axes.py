@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import steps
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -183,3 +184,21 @@ def test_empty_batches_and_sequences(shape):
         grads, dx = vjp(y)
     assert y.shape == dx.shape == shape
     assert not any(jax.device_get(g).any() for g in jax.tree.leaves(grads["params"]))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1)], ids=str)
+@pytest.mark.parametrize("fields", [{}, dict(num_gqa_groups=2, layer_type=TransformerLayerType.DECODER)], ids=str)
+def test_axes_of_one_device(shape, fields):
+    """A mesh as a program has it that is to run anywhere."""
+    layer, mesh = Layer(**still, **fields), testing.mesh_of(shape, ("data", "model"), explicit=True)
+    others = 1 if "layer_type" in fields else 0
+    run = lambda v, x: jnp.mean(jnp.sin(layer.apply(v, x, *others * [x])))
+    run = jax.jit(jax.value_and_grad(run, argnums=(0, 1)))
+    with jax.default_device(mesh.devices.flat[0]), te.fp8_autocast(True):
+        boxed = layer.init(jax.random.key(0), X, *others * [X])
+        expected = jax.device_get(run(nn.unbox(boxed), X))
+    resource = RESOURCES["dp and tp"]
+    with testing.on_mesh(mesh), te.fp8_autocast(True, mesh_resource=resource):
+        variables = nn.unbox(nn.meta.replace_boxed(boxed, steps.place(mesh, boxed, resource)))
+        got = run(variables, jax.device_put(X, NamedSharding(mesh, P("data"))))
+    testing.assert_close(jax.device_get(got), expected, 1e-3)

@@ -129,6 +129,32 @@ def test_however_queries_are_sharded(spec):
     testing.assert_close(jax.device_get((out, grads)), expected, BOUND)
 
 
+OTHERS = {
+    "bias of heads": (dict(bias=BIAS), P(None, "model")),
+    "bias over the other axis": (dict(bias=BIAS), P(None, "data")),
+    "mask": (dict(mask=MASK), P("data")),
+    "learnable": (dict(softmax_offset=OFFSET), P("model")),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["plain", "cudnn"])
+@pytest.mark.parametrize("spec", [P(), P("data"), P("data", None, "model")], ids=str)
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_else_is_given_may_be_sharded_otherwise(case, spec, dtype):
+    arguments, of_argument = OTHERS[case]
+    arguments = jax.tree.map(jnp.asarray, arguments)
+    options = Attention(0.25, softmax_type="learnable" if case == "learnable" else "vanilla")
+    *qkv, dy = (x.astype(dtype) for x in inputs(H))
+    mesh = testing.mesh_of((DATA, MODEL), ("data", "model"), explicit=True)
+    with jax.default_device(mesh.devices.flat[0]):
+        expected = jax.device_get(step(options, tuple(qkv), dy, arguments))
+    with testing.on_mesh(mesh):
+        *qkv, dy = testing.shard(mesh, [*qkv, dy], 4 * [spec])
+        arguments = {name: testing.shard(mesh, x, of_argument) for name, x in arguments.items()}
+        got = jax.device_get(step(options, tuple(qkv), dy, arguments))
+    testing.assert_close(got, expected, SHARED if dtype == jnp.bfloat16 else 16 * testing.epsilon(dtype))
+
+
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("case", ["causal", "lengths", "packed", "ids", "learnable"])
 def test_arrays_know_their_mesh(case, transform):

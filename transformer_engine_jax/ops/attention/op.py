@@ -95,7 +95,8 @@ def dot_product_attention(
     packed = backend == "cudnn" and context_parallel is None and as_packed(options, query, key, value, **described)
     explicit, own = explicit_axes(query), jax.typeof(query).sharding.spec
     if explicit:
-        query, key, value = of_examples_and_heads(query, key, value, context_parallel and context_parallel.axis)
+        sequence = context_parallel and context_parallel.axis
+        (query, key, value), others = of_examples_and_heads(query, key, value, others, sequence)
     if not packed:
         query = _without_padding(query, queries.segment)
         key, value = (_without_padding(x, keys.segment) for x in (key, value))
@@ -110,7 +111,7 @@ def dot_product_attention(
         attached, (backend, why) = None, choose()
     with decided("attention", backend, why):
         if context_parallel is not None and backend == "cudnn":
-            out = context_parallel_cudnn(context_parallel, options, query, key, value, softmax_offset)
+            out = context_parallel_cudnn(context_parallel, options, query, key, value, others["softmax_offset"])
         elif context_parallel is not None:
             warn_of_fallback(why)
             out = context_parallel_attention(

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Set
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,20 +51,28 @@ def examples_and_heads(query, groups: int, sequence: str | None = None):
     return explicit | frozenset(mesh.auto_axes), *entries
 
 
-def of_examples_and_heads(query, key, value, sequence: str | None = None):
-    """The three, sharded by examples and heads as queries are over explicit mesh axes.
+def of_examples_and_heads(query, key, value, others: dict[str, Any], sequence: str | None = None):
+    """(The three, the others), sharded by examples and heads as queries are over explicit mesh axes.
 
-    Keys and values are repeated where groups do not divide over the devices that share the heads. sequence: the mesh
-    axis that shards the tokens.
+    Keys and values are repeated where groups do not divide over the devices that share the heads. others: mask, bias,
+    softmax_offset and more. sequence: the mesh axis that shards the tokens.
     """
-    spec, mesh = jax.typeof(query).sharding.spec, jax.typeof(query).sharding.mesh
-    splits = lambda name: name != sequence and mesh.shape[name] > 1
-    batch, heads = (tuple(filter(splits, names_of(spec[i]))) or None for i in (0, 2))
+    spec, mesh, axes = jax.typeof(query).sharding.spec, jax.typeof(query).sharding.mesh, explicit_axes(query)
+    batch, heads = (tuple(name for name in names_of(spec[i]) if name != sequence) or None for i in (0, 2))
     groups = key.shape[2]
     if groups % math.prod(mesh.shape[name] for name in heads or ()):
         key, value = (_repeated(x, query.shape[2] // groups) for x in (key, value))
-    sharded, axes = P(batch, sequence, heads), explicit_axes(query)
-    return tuple(sharded_over(x, sharded, axes) for x in (query, key, value))
+
+    def placed(x, *entries):
+        if x is None:
+            return None
+        spec = P(*[entry if size > 1 else None for entry, size in zip(entries, x.shape)])
+        return sharded_over(x, spec, axes - {sequence})
+
+    of_logits = {name: placed(others[name], batch, heads) for name in ("mask", "bias")}
+    of_heads = {"softmax_offset": placed(others["softmax_offset"], heads)}
+    three = (sharded_over(x, P(batch, sequence, heads), axes) for x in (query, key, value))
+    return tuple(three), {**others, **of_logits, **of_heads}
 
 
 def _repeated(x, times: int) -> jax.Array:
