@@ -99,8 +99,6 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> l
     def attached() -> list[Quantizer]:
         return [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(_attach(specs, states), specs))]
 
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return attached()
     return once(("attached", specs), [states.packed], attached)
 
 
