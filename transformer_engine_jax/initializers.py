@@ -18,6 +18,8 @@ def flat_kernel_init(init: Callable, k_axes: int, scales: Sequence[float] | None
     multiplied by its scale.
     """
 
+    init = of_arrays(init, "kernel_init")
+
     def run(key, shape, dtype=jnp.float32):
         k = int(np.prod(shape[:k_axes]))
         if scales is None:
@@ -26,5 +28,20 @@ def flat_kernel_init(init: Callable, k_axes: int, scales: Sequence[float] | None
         keys = jax.random.split(key, len(scales))
         parts = [init(each, (k, n), dtype) * jnp.asarray(scale, dtype) for each, scale in zip(keys, scales)]
         return jnp.stack(parts, axis=1).reshape(shape)
+
+    return run
+
+
+def of_arrays(init: Callable, what: str) -> Callable:
+    """init of a parameter whose logical axes are named by its module; ValueError where it boxes what it returns."""
+
+    def run(*args):
+        value = init(*args)
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise ValueError(
+                f"{what}: expected an initialiser that returns an array, got one that returns {type(value).__name__}; "
+                "the module itself names the logical axes of its parameters, in fields such as kernel_axes"
+            )
+        return value
 
     return run

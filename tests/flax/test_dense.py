@@ -364,6 +364,7 @@ def test_sharded_is_unsharded(resource, explicit):
             "parameters_split: expected distinct names whose sizes",
         ),
         (DenseGeneral(features=5, parameters_split={"a": 2, "b": 4}), "parameters_split: expected distinct names"),
+        (DenseGeneral(features=5, parameters_split=(("a", 2), ("b", 3))), "parameters_split: .* as {name: size}"),
         (DenseGeneral(features=4, parameters_split=("a", "a_")), "parameters_split: expected distinct names"),
         (
             DenseGeneral(features=4, parameters_split="ab"),

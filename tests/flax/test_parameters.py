@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fields import BASE, DECODER, SIZE, arguments, constant, program
+from flax import nnx
 
 import transformer_engine_jax.flax as te_flax
+import transformer_engine_jax.nnx as te_nnx
 
 # --- Initial values --------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,34 @@ def test_initialisers_are_those_of_exactly_their_parameters(case):
     params = nn.unbox(getattr(te_flax, name)(**fields).init(jax.random.key(0), *args, **call))["params"]
     found = {"/".join(key.key for key in path): value for path, value in jax.tree.leaves_with_path(params)}
     assert_starts_at(found, expected)
+
+
+def test_initialisers_of_boxes_say_whose_the_axes_are():
+    """The module's, where it names them; else Flax's boxes and NNX's metadata stay, as in Flax's own layers."""
+    x, normal, key = jnp.ones((2, 8, 64)), nn.initializers.lecun_normal(), jax.random.key(0)
+
+    def boxed(box):
+        return lambda key, shape, dtype: box(normal, (*[None] * (len(shape) - 1), "mine"))(key, shape, dtype)
+
+    for box in (nn.with_partitioning, nn.with_logical_partitioning):
+        named = (
+            te_flax.DenseGeneral(features=64, kernel_init=boxed(box), kernel_axes=("embed", "mlp")),
+            te_flax.LayerNormMLP(intermediate_dim=128, kernel_init=boxed(box)),
+            te_flax.MultiHeadAttention(16, 4, kernel_init=boxed(box)),
+        )
+        for module in named:
+            with pytest.raises(ValueError, match="expected an initialiser that returns an array, got .*Partitioned"):
+                module.init(key, x)
+        free = te_flax.DenseGeneral(features=64, kernel_init=boxed(box))
+        assert free.init(key, x)["params"]["kernel"].names == (None, "mine")
+    tagged = nnx.with_metadata(normal, tag="mine")
+    assert te_nnx.DenseGeneral(64, 64, kernel_init=tagged, rngs=nnx.Rngs(0)).kernel.tag == "mine"
+    for make in (
+        lambda: te_nnx.DenseGeneral(64, 64, kernel_init=tagged, kernel_axes=("embed", "mlp"), rngs=nnx.Rngs(0)),
+        lambda: te_nnx.LayerNormMLP(64, intermediate_dim=128, kernel_init=tagged, rngs=nnx.Rngs(0)),
+    ):
+        with pytest.raises(ValueError, match="expected an initialiser that returns an array, got .*VariableMetadata"):
+            make()
 
 
 # --- Dtypes, logical axes --------------------------------------------------------------------------------------------

@@ -152,9 +152,20 @@ def test_states_that_fit_are_kept_and_others_start_anew():
         testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_1_state"], te.GemmState.create(longer))
         MLP.apply(made, X, deterministic=True)
     with steps.autocast(CURRENT):
-        assert set(te_flax.init_state(MLP, settled, X, deterministic=True)) == {"params"}
+        assert set(te_flax.init_state(MLP, {"params": settled["params"]}, X, deterministic=True)) == {"params"}
+        made = te_flax.init_state(MLP, settled, X, deterministic=True)
+        testing.assert_same_bytes(made, dict(settled))  # a recipe that needs none loses none
     with pytest.raises(ValueError, match="init_state: expected a call inside fp8_autocast"):
         te_flax.init_state(MLP, settled, X)
+
+
+def test_the_state_of_attention_outlives_a_recipe_without_it():
+    model, x = te_flax.DotProductAttention(8, 2), jnp.ones((2, 16, 2, 8))
+    with steps.autocast(te.recipe.DelayedScaling(fp8_dpa=True)):
+        variables = model.init(jax.random.key(0), x, x, x)
+    assert "attention_state" in variables[STATE_COLLECTION]
+    with steps.autocast(DELAYED):
+        testing.assert_same_bytes(te_flax.init_state(model, variables, x, x, x), variables)
 
 
 def test_a_mutable_collection_gets_the_state_that_is_missing():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
 from transformer_engine_jax.modules.checks import check_common, check_positive
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
@@ -180,4 +180,5 @@ def with_axes(
             f"{type(module).__name__}.{name}: expected {len(shape)} logical axes for the shape {tuple(shape)}, got "
             f"{tuple(axes)}"
         )
+    init = of_arrays(init, f"{type(module).__name__}.{name}") if axes else init
     return (lambda *args: LogicalAxes(init(*args), tuple(axes))) if axes else init

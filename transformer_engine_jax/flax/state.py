@@ -20,11 +20,11 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
 
     Args:
       model: any Linen module.
-      variables: of the model, with or without FP8 state. State that fits the recipe stays, parameters always do.
+      variables: of the model, with or without FP8 state. What the recipe does not need stays, as does state that fits.
       args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs.
 
     Returns:
-      All collections of `variables`; the state's collection is missing where the recipe needs none.
+      All collections of `variables`, and the state's where the recipe needs one.
 
     Raises:
       ValueError: autocast is off.
@@ -32,9 +32,7 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     if current().recipe is None:
         raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
     rest = {name: collection for name, collection in variables.items() if name != STATE_COLLECTION}
-    needed = shapes_of_call(model, rest, args, kwargs, [STATE_COLLECTION]).get(STATE_COLLECTION)
-    if not needed:
-        return rest
+    needed = shapes_of_call(model, rest, args, kwargs, [STATE_COLLECTION]).get(STATE_COLLECTION, {})
     old = flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))
 
     def fresh(path, state: QuantizerStates) -> QuantizerStates:
@@ -47,7 +45,15 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         return state.create(current().recipe, state.layout[0])
 
     is_state = lambda x: isinstance(x, QuantizerStates)
-    return {**rest, STATE_COLLECTION: jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=is_state)}
+    state = _merged(old, jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=is_state))
+    return {**rest, STATE_COLLECTION: state} if state else rest
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """new, and what old has besides."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return new
+    return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
 def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs, mutable: list[str]) -> Any:

@@ -50,11 +50,12 @@ def split_sizes(module: str, split: ParametersSplit | None, features: int) -> di
     if isinstance(split, str):
         raise ValueError(f"{module}.parameters_split: expected a list of names, such as [{split!r}], got a string")
     share = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, features // max(len(split), 1))
-    sizes = {f"{name.rstrip('_')}_": size for name, size in share.items()}
+    named = all(isinstance(name, str) for name in share)
+    sizes = {f"{name.rstrip('_')}_": size for name, size in share.items()} if named else {}
     if len(sizes) != len(split) or sum(sizes.values()) != features or min(sizes.values(), default=0) < 1:
         raise ValueError(
             f"{module}.parameters_split: expected distinct names whose sizes add up to the {features} of the first "
-            f"output axis, or names that share it equally, got {split!r}"
+            f"output axis, as {{name: size}}, or names that share it equally, got {split!r}"
         )
     return sizes
 

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
 from transformer_engine_jax.modules.checks import check_common, check_positive
 from transformer_engine_jax.nnx.state import Fp8AttentionState, Fp8GemmState, Fp8State, recipe_of_state
 from transformer_engine_jax.ops.dropout import drop
@@ -65,6 +65,7 @@ class Fp8Module(nnx.Module):
             )
         # Logical names: NNX would take them for the mesh's own at once.
         metadata = {"out_sharding": tuple(axes), "eager_sharding": False} if axes else {}
+        init = of_arrays(init, f"{type(self).__name__}.{name}") if axes else init
         value = init(rngs.params(), tuple(shape), dtype)
         setattr(self, name, nnx.Param(constrain(value, tuple(axes)), **metadata))
 
