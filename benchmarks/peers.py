@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
@@ -83,7 +84,8 @@ class FlaxLayer(nn.Module):
             q, k = rope(q, frequencies, group="alternate"), rope(k, frequencies, group="alternate")
         attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, mask=same_document(s))
         drop = nn.Dropout(s.dropout, deterministic=False)
-        y = attend(q, k, v, implementation="cudnn" if platform() == "gpu" else None)
+        bias = self._relative_positions(x.shape[1]) if s.relative else None
+        y = attend(q, k, v, bias, implementation="cudnn" if platform() == "gpu" else None)
         x = x + drop(constrained(product("out", y, s.hidden, axis=(-2, -1)), between))
         y = norm(x)
         if s.gated:
@@ -91,6 +93,15 @@ class FlaxLayer(nn.Module):
         else:
             y = jax.nn.gelu(product("up", y, s.mlp))
         return x + drop(constrained(product("down", y, s.hidden), between))
+
+    def _relative_positions(self, length: int) -> jax.Array:
+        """[1, heads, length, length] biases by T5's buckets of distances (Raffel et al., 2020)."""
+        s = self.shape
+        distance = np.maximum(np.arange(length)[:, None] - np.arange(length)[None, :], 0)
+        far = 16 + (16 * np.log(np.maximum(distance, 1) / 16) / np.log(128 / 16)).astype(np.int32)
+        buckets = np.where(distance < 16, distance, np.minimum(far, 31))
+        table = self.param("relative", nn.initializers.normal(), (s.heads, 32), s.param_dtype).astype(jnp.bfloat16)
+        return jnp.einsum("hn,nqk->hqk", table, jax.nn.one_hot(buckets, 32, axis=0, dtype=jnp.bfloat16))[None]
 
     @classmethod
     def boxed(cls, variables):
@@ -116,7 +127,7 @@ def _options(shape: Shape) -> dict[str, Any]:
         mlp_activations=("silu", "linear") if shape.gated else ("gelu",),
         use_bias=shape.biases,
         self_attn_mask_type="causal",
-        enable_relative_embedding=False,
+        enable_relative_embedding=shape.relative,
         enable_rotary_pos_emb=shape.rope,
         rotary_pos_emb_group_method="alternate",
         scale_attn_logits=True,

@@ -200,8 +200,10 @@ def _in_words(shape: Shape) -> str:
     heads = f"{shape.heads} heads" + (f", {shape.groups} of keys" if shape.groups != shape.heads else "")
     packed = f", {shape.documents} documents a row" if shape.documents > 1 else ""
     dropout = f", dropout {shape.dropout}" if shape.dropout else ""
+    relative = ", relative positions" if shape.relative else ""
     dtype = "" if shape.param_dtype == "float32" else f", parameters in {shape.param_dtype}"
-    return f"{shape.batch} x {shape.seq} tokens of {shape.hidden}, MLP {shape.mlp}, {heads}{packed}{dropout}{dtype}"
+    more = f"{packed}{dropout}{relative}{dtype}"
+    return f"{shape.batch} x {shape.seq} tokens of {shape.hidden}, MLP {shape.mlp}, {heads}{more}"
 
 
 def all_results(documents: list[dict]) -> str:

@@ -19,6 +19,7 @@ class Shape(NamedTuple):
     documents: int = 1  # sequences that a row holds, of random lengths
     dropout: float = 0.0  # of what is added to the residual stream
     param_dtype: str = "float32"
+    relative: bool = False  # biases of relative positions, as TransformerLayer has them unless told otherwise
 
     @property
     def tokens(self) -> int:
@@ -104,6 +105,8 @@ SHAPES = {
     "small": Shape(8, 1024, 1024, 4096, 16, 16),
     "gpt-dropout": Shape(8, 2048, 4096, 16384, 32, 32, dropout=0.1),
     "small-dropout": Shape(8, 1024, 1024, 4096, 16, 16, dropout=0.1),
+    "gpt-relative": Shape(8, 2048, 4096, 16384, 32, 32, relative=True),
+    "small-relative": Shape(8, 1024, 1024, 4096, 16, 16, relative=True),
     "gpt2": Shape(8, 1024, 768, 3072, 12, 12),
     "gpt2-xl": Shape(4, 1024, 1600, 6400, 25, 25),
     "gpt3-xl": Shape(4, 2048, 2048, 8192, 16, 16),
@@ -124,6 +127,7 @@ SHAPES = {
     "tiny": Shape(2, 64, 128, 256, 4, 4),  # for machines without a GPU, as are the next
     "tiny-llama": Shape(2, 64, 128, 256, 4, 2, **_LLAMA),
     "tiny-dropout": Shape(2, 64, 128, 256, 4, 4, dropout=0.1),
+    "tiny-relative": Shape(2, 64, 128, 256, 4, 4, relative=True),
     "tiny-packed": Shape(2, 64, 128, 256, 4, 2, documents=3, **_LLAMA),
     "tiny-16bit": Shape(2, 64, 128, 256, 4, 2, **_LLAMA, param_dtype="bfloat16"),
 }
