@@ -17,23 +17,16 @@ def kept_on(trace, name: str) -> dict:
 
 
 def once(what: Hashable, arrays: Sequence[Any], make: Callable[[], Any]) -> Any:
-    """make(), which depends on these arrays: at the level of tracing where they live, and once there.
+    """make(), which depends on these arrays: at the level of tracing where they live, on the mesh there, and once.
 
-    Each time anew where they are not traced, or not all at one level, or captured by a shard_map, outside of which
-    other mesh axes are manual; and where JAX looks for leaked tracers.
+    Each time anew where they are not traced, or not all at one level, and where JAX looks for leaked tracers.
     """
     traced = all(isinstance(x, jax.core.Tracer) for x in arrays) and len({id(x._trace) for x in arrays}) == 1
-    if not traced or jax.config.jax_check_tracer_leaks or _manual_axes(arrays[0]) != _manual_axes():
+    if not traced or jax.config.jax_check_tracer_leaks:
         return make()
     trace = arrays[0]._trace
     known, key = kept_on(trace, "_te_once"), (what, *map(id, arrays))
     if key not in known:
-        with set_current_trace(trace):
+        with set_current_trace(trace), jax.sharding.use_abstract_mesh(jax.typeof(arrays[0]).sharding.mesh):
             known[key] = (make(), arrays)  # the arrays too, lest an id be used again
     return known[key][0]
-
-
-def _manual_axes(x: jax.Array | None = None) -> frozenset[str]:
-    """The mesh axes that are manual where x lives, or here."""
-    mesh = jax.sharding.get_abstract_mesh() if x is None else jax.typeof(x).sharding.mesh
-    return frozenset(mesh.manual_axes)
