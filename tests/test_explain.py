@@ -6,6 +6,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
@@ -149,6 +150,26 @@ def test_functions_that_nnx_jits(compile):
         run = nnx.jit(lambda model, x: nnx.grad(lambda model, x: jnp.sum(model(x)))(model, x))
         explanation = te.explain(run, model, jnp.ones((8, 32)), compile=compile)
     assert len(rows_of(explanation, "gemm")) == 1 and (explanation.compiled is not None) == compile
+
+
+def test_nnx_models_change_in_a_function_that_is_not_jitted():
+    """README's step returns the loss alone: what becomes of the model is a result too."""
+    model = te_nnx.LayerNormMLP(32, intermediate_dim=48, intermediate_dropout_rate=0.1, rngs=nnx.Rngs(0, dropout=1))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        loss_fn = lambda model: jnp.sum(model(x)[0])
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, te_nnx.TRAINED))(model)
+        optimizer.update(model, te_nnx.update_state(model, grads))
+        return loss
+
+    x, before = jnp.ones((8, 32)), jax.device_get(te_nnx.to_linen(model))
+    with te.autocast(True):
+        rows = te.explain(step, model, optimizer, x).rows
+        assert rows == te.explain(nnx.jit(step), model, optimizer, x).rows
+        assert "backward" in {row.phase for row in rows}
+        assert len(rows_of(te.explain(model, x), "gemm")) == 2  # the model itself
+    testing.assert_same_bytes(te_nnx.to_linen(model), before)
 
 
 def test_what_no_result_depends_on_is_left_out():

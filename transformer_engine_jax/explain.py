@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
@@ -23,6 +22,7 @@ from jax.interpreters import partial_eval
 from transformer_engine_jax.decisions import is_decision, platform
 from transformer_engine_jax.handlers import HANDLERS, gemm_algorithm
 from transformer_engine_jax.primitive import kernel_p
+from transformer_engine_jax.tracing import trace_of
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
 _PACKAGE = str(pathlib.Path(__file__).parent)
@@ -381,8 +381,8 @@ def explain(fn: Callable, *args, compile: bool = False, **kwargs) -> Explanation
     """What `fn(*args, **kwargs)` runs: a row for each kernel, product and collective that its results depend on.
 
     Args:
-      fn: a function of arrays, jitted or not; traced in the contexts (autocast, mesh) in force here. For the backward
-        pass, give a function that takes gradients.
+      fn: a function of arrays or NNX models, jitted or not, or a model; traced in the contexts (autocast, mesh) in
+        force here. For the backward pass, give a function that takes gradients.
       args, kwargs: its arguments, or jax.ShapeDtypeStructs like them; nothing is computed.
       compile: also compile it, for the collectives that the compiler inserts, the bytes of memory, and on a GPU the
         algorithm of each product.
@@ -390,8 +390,7 @@ def explain(fn: Callable, *args, compile: bool = False, **kwargs) -> Explanation
     Returns:
       An Explanation: `print` it for a table, or read `rows` and `compiled`.
     """
-    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*args, **kwargs)
-    traced = getattr(traced, "traced", traced)  # nnx.jit's has JAX's in it
+    traced = trace_of(fn, args, kwargs)
     jaxpr = traced.jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     start = _Place(platform(), 1, "", source_info_util.new_name_stack())

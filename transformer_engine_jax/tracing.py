@@ -1,8 +1,9 @@
-"""What is computed once in a trace, however often it is asked for."""
+"""What is computed once in a trace, however often it is asked for; and the trace of any function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,3 +31,16 @@ def once(what: Hashable, arrays: Sequence[Any], make: Callable[[], Any]) -> Any:
         with set_current_trace(trace), jax.sharding.use_abstract_mesh(jax.typeof(arrays[0]).sharding.mesh):
             known[key] = (make(), arrays)  # the arrays too, lest an id be used again
     return known[key][0]
+
+
+def trace_of(fn: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Traced:
+    """fn, jitted or not, traced: by nnx.jit where it is an NNX model or takes one, of which changes are results too."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx and isinstance(fn, nnx.Module):
+        fn, args = lambda model, *args, **kwargs: model(*args, **kwargs), (fn, *args)
+    if not hasattr(fn, "trace"):
+        is_nnx = lambda x: nnx is not None and isinstance(x, nnx.Module | nnx.Variable)
+        takes_nnx = any(map(is_nnx, jax.tree.leaves((args, kwargs), is_leaf=is_nnx)))
+        fn = (nnx.jit if takes_nnx else jax.jit)(fn)
+    traced = fn.trace(*args, **kwargs)
+    return getattr(traced, "traced", traced)  # nnx.jit's has JAX's in it
