@@ -29,6 +29,8 @@ def test_report_names_versions_targets_and_every_recipe():
 def test_the_report_is_a_command():
     out = subprocess.run([sys.executable, "-m", "transformer_engine_jax"], capture_output=True, text=True, timeout=120)
     assert out.returncode == 0 and re.search(r"^DelayedScaling +(supported|emulated|not supported)", out.stdout, re.M)
+    wrong = subprocess.run([sys.executable, "-m", "transformer_engine_jax", "--gpu"], capture_output=True, timeout=120)
+    assert wrong.returncode == 2 and b"unrecognized arguments: --gpu" in wrong.stderr
 
 
 def test_is_fp8_available_gives_a_reason():
