@@ -262,6 +262,12 @@ def test_waiting_is_of_one_traced_step_and_passes_every_transformation():
     assert waits(jax.grad(lambda x: dense(x, other.T, quantizers=quantizers(1)[0]).sum()), x) == 0, "of the step before"
 
 
+def test_waiting_copies_where_the_compiler_gives_another_buffer():
+    x, other = jnp.arange(48.0).reshape(6, 8), jnp.ones(3)
+    call = jax.ffi.ffi_call("te_after", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    testing.assert_same_bytes(jax.jit(lambda x: call(2 * x, other))(x), 2 * x)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_the_compiler_sees_what_is_waited_for(kind):
     """Sharded as both are: no collective for it."""

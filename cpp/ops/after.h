@@ -1,5 +1,6 @@
 // te_after: x as it is, in its buffer, once `other` is there; see transformer_engine_jax/ops/after.py. Both have any
-// shape and dtype, and no byte of them is read.
+// shape and dtype, and no byte of them is read, but where XLA hands another buffer for y, as it does where it passes a
+// slice of an array in that array's place: then x is copied.
 #pragma once
 
 #include "core/check.h"
@@ -8,8 +9,9 @@ namespace te {
 
 inline Check check_after(const In& x, Out& y) {
   Check check("te_after");
-  return check.that(y->untyped_data() == x.untyped_data() && y->size_bytes() == x.size_bytes(), "y", "the buffer of x",
-                    *y);
+  return check.that(y->size_bytes() == x.size_bytes(), "y", "the size of x", *y);
 }
+
+inline bool in_place(const In& x, Out& y) { return y->untyped_data() == x.untyped_data(); }
 
 }  // namespace te
