@@ -1,6 +1,6 @@
 // te_after: x as it is, in its buffer, once `other` is there; see transformer_engine_jax/ops/after.py. Both have any
-// shape and dtype, and no byte of them is read, but where XLA hands another buffer for y, as it does where it passes a
-// slice of an array in that array's place: then x is copied.
+// shape and dtype, and no byte of them is read, unless XLA hands another buffer for y, whose alias it then did not
+// keep: seen on a machine of two GPUs, for a reason not known yet. Then x is copied.
 #pragma once
 
 #include "core/check.h"
