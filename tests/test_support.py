@@ -33,6 +33,12 @@ def test_the_report_is_a_command():
     assert wrong.returncode == 2 and b"unrecognized arguments: --gpu" in wrong.stderr
 
 
+def test_the_package_s_version_is_that_of_what_is_installed():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", te.__version__)
+    text = support.report()
+    assert re.search(rf"^transformer-engine-jax +({re.escape(te.__version__)}|not installed)$", text, re.M)
+
+
 def test_is_fp8_available_gives_a_reason():
     available, reason = te.is_fp8_available()
     assert available == (jax.default_backend() == "gpu") and (available or "GPU" in reason)

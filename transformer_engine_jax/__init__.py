@@ -69,5 +69,7 @@ __all__ = [
     "update_collections",
 ]
 
+__version__ = "0.1.0"
+
 if _conflict := _name_conflict():
     _warnings.warn(_conflict, RuntimeWarning, stacklevel=2)
