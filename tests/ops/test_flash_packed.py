@@ -91,6 +91,9 @@ def test_blank_is_its_reference(dtype, shape):
             covered[row, q0 : q0 + (q_size if k_size else 0)] = True
     assert not got[~covered].any()
     testing.assert_same_bytes(got[covered], np.asarray(x, np.float32)[covered])
+    if GPU:
+        elsewhere = jax.ffi.ffi_call("te_attention_blank", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        testing.assert_same_bytes(jax.jit(elsewhere)(x, *at), attention_blank(x, *at))
 
 
 @pytest.mark.parametrize("offset", [None, (0.5, -2.0, 3.0, 0.0)], ids=["", "offset"])
