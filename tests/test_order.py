@@ -113,7 +113,10 @@ def test_an_activation_s_gradient_comes_after_its_value(count, devices):
 @pytest.mark.parametrize("recipe", [DELAYED, recipes.Float8CurrentScaling()])
 @pytest.mark.parametrize("op", ["layernorm_mlp", "layernorm_dense", "layernorm_projections"])
 def test_what_a_norm_is_given_is_quantized_again_for_the_kernel_s_gradient(op, recipe, devices, monkeypatch):
-    """Where kernels have 16 bits: its transposed copy is not kept, and the same."""
+    """Where kernels have 16 bits: its transposed copy is not kept, and the same.
+
+    On a GPU but for the statistics, which a norm sums in another order where it writes both ways.
+    """
     tokens = 48
     x, gamma, k1, k2 = (
         jnp.asarray(a, jnp.bfloat16) for a in emulated.normal(0, (tokens, 64), 64, (64, 1, 80), (80, 64))
@@ -145,7 +148,11 @@ def test_what_a_norm_is_given_is_quantized_again_for_the_kernel_s_gradient(op, r
         monkeypatch.setattr(path, lambda *_: False)
     jax.clear_caches()
     assert made not in runs(step, x, gamma, k1, k2)
-    testing.assert_same_bytes(again, jax.jit(step)(x, gamma, k1, k2))
+    before = jax.jit(step)(x, gamma, k1, k2)
+    if jax.default_backend() == "gpu":
+        testing.assert_close(again, before, testing.epsilon(jnp.bfloat16))
+    else:
+        testing.assert_same_bytes(again, before)
 
 
 def test_what_a_checkpoint_policy_may_save_is_not_made_again(devices):

@@ -1,6 +1,6 @@
 // te_after: x as it is, in its buffer, once `other` is there; see transformer_engine_jax/ops/after.py. Both have any
-// shape and dtype, and no byte of them is read, unless XLA gives y another buffer: where x is a slice, which XLA has the
-// call read where it lies, and then forgets its alias. There x is copied.
+// shape and dtype, and no byte of them is read, unless XLA gives y another buffer: where x is a slice, which XLA has
+// the call read where it lies, and then forgets its alias. There x is copied.
 #pragma once
 
 #include "core/check.h"
