@@ -92,9 +92,7 @@ class Memory {
   XLA_FFI_Buffer& make(DType dtype, Dims dims) {
     int64_t size = 1;
     for (const int64_t n : dims) size *= n;
-    const int64_t width = dtype == DType::F32 || dtype == DType::S32 || dtype == DType::U32 ? 4
-                          : dtype == DType::BF16                                            ? 2
-                                                                                            : 1;
+    const int64_t width = static_cast<int64_t>(ffi::ByteWidth(dtype));
     void* data = nullptr;
     must(cudaMalloc(&data, static_cast<size_t>(std::max<int64_t>(size * width, 1))), "memory");
     if (size) {

@@ -154,6 +154,15 @@ def test_update_collections():
         te.update_collections(None, original)
 
 
+def test_update_collections_leaves_parameters_alone_that_have_a_state_s_names():
+    weights = {name: {"kernel": jnp.ones((2, 3))} for name in ("query", "key", "value")}
+    packed = jnp.asarray([[1.0, -1.0, 3.0], [4.0, 0.0, 6.0]])
+    params = {"attention": weights, "embedding": {"packed": packed}, "gemm": dict(x=packed, kernel=packed, grad=packed)}
+    jax.tree.map(
+        np.testing.assert_array_equal, te.update_collections({"params": params}, {"params": params}), {"params": params}
+    )
+
+
 def test_what_a_nested_context_leaves_open_stays_as_it_is():
     resource = te.MeshResource(dp_resource="data")
     with te.autocast(True, mesh_resource=resource, amax_axes=("data",)):

@@ -1,6 +1,7 @@
 """explain tells what runs: every kernel and product of a step, how often, in which precision, and where."""
 
 import importlib
+from types import SimpleNamespace
 
 import flax
 import jax
@@ -16,7 +17,7 @@ import transformer_engine_jax.flax as te_flax
 import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.decisions import decided
-from transformer_engine_jax.explain import _products
+from transformer_engine_jax.explain import _compiled, _products
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention import backends
 from transformer_engine_jax.ops.gemm import gemm
@@ -194,6 +195,20 @@ def test_collectives_that_the_compiler_inserts():
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
     (collective,) = te.explain(lambda x: jnp.sum(x, axis=0), x, compile=True).compiled.collectives
     assert (collective.name, collective.count, collective.bytes) == ("all-reduce", 1, 16)
+
+
+def test_collectives_of_many_arrays_and_of_two_halves():
+    """As XLA prints them; what begins one repeats its operand."""
+    text = """
+  %all-reduce = (f32[4]{0}, f32[4]{0}, f32[4]{0}, f32[4]{0}, f32[4]{0}, /*index=5*/f32[4]{0}) all-reduce(%a, %b, %c)
+  %start = (f32[4]{0}, f32[32]{0}) all-gather-start(%p), channel_id=1
+  %done = f32[32]{0} all-gather-done(%start)
+  %f = f32[4]{0} fusion(%all-reduce), kind=kLoop, calls=%all-reduce.1
+"""
+    memory = SimpleNamespace(temp_size_in_bytes=0, argument_size_in_bytes=0, output_size_in_bytes=0)
+    program = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
+    found = _compiled(program).collectives
+    assert [(c.name, c.count, c.bytes) for c in found] == [("all-reduce", 1, 6 * 16), ("all-gather", 1, 128)]
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["JAX's call", "ours"])

@@ -102,6 +102,14 @@ def test_a_rank_that_contradicts_the_rule_is_a_value_error():
 # --- Transformations -------------------------------------------------------------------------------------------------
 
 
+def test_same_bytes_are_those_of_all():
+    x = jnp.ones(3)
+    testing.assert_same_bytes({"a": x, "b": (x, None)}, {"a": x, "b": (x, None)})
+    for got in ({"a": x}, {"a": x, "b": (x, x)}, {}, {"a": x, "c": (x, None)}):
+        with pytest.raises(AssertionError, match="expected the same leaves"):
+            testing.assert_same_bytes(got, {"a": x, "b": (x, None)})
+
+
 def test_every_transformation_gives_the_same_bytes():
     expected = quantized(X)
     testing.assert_same_bytes(jax.jit(quantized)(X), expected, "jit")

@@ -85,6 +85,11 @@ def test_functions_for_amax_and_scale():
     assert update(first, jnp.float32(8), r, E4M3).only.scale == 448 / 8
 
 
+def test_a_function_s_scale_has_a_reciprocal():
+    r = recipe.DelayedScaling(scaling_factor_compute_algo=lambda *_: jnp.float32(3e38))
+    assert update(Single.create(r), jnp.float32(4), r, E4M3).only.scale == 2.0**126
+
+
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 def test_zero_and_not_finite_amaxes_keep_the_scale_and_stay_out_of_the_history(bad, algo):

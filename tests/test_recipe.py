@@ -39,6 +39,7 @@ WRONG = [
     (DelayedScaling, "fp8_gemm_fprop", True),
     (Float8CurrentScaling, "amax_epsilon", -1.0),
     (Float8CurrentScaling, "amax_epsilon", float("inf")),
+    (Float8CurrentScaling, "amax_epsilon", 1e300),
     (Float8CurrentScaling, "use_power_2_scales", 1),
     (Float8CurrentScaling, "fp8_gemm_wgrad", None),
     (MMParams, "use_split_accumulator", "yes"),

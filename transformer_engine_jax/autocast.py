@@ -21,6 +21,7 @@ class MeshResource:
     """Names of the mesh axes used for each kind of parallelism; None where it is not used.
 
     dp and fsdp may both be set, to two axes, over both of which the batch then is sharded, or to one; tp and tpsp too.
+    pp and ep are for NVIDIA's signature, and not read: stages and experts are sharded by the user's own shard_map.
 
     Raises:
       ValueError: not a name; or one axis is to shard two of the batch, the features and the sequence.
@@ -124,7 +125,7 @@ def fp8_autocast(
 
 @contextlib.contextmanager
 def global_shard_guard(resource: MeshResource) -> Iterator[None]:
-    """Sets how the mesh axes are used, leaving recipe and mode alone."""
+    """Sets how the mesh axes are used, leaving recipe and mode alone; TypeError where that is no MeshResource."""
     if not isinstance(resource, MeshResource):
         raise TypeError(f"global_shard_guard: expected a MeshResource, got {resource!r}")
     with _context(dataclasses.replace(current(), mesh_resource=resource)):

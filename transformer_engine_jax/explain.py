@@ -25,7 +25,7 @@ from transformer_engine_jax.primitive import kernel_p
 from transformer_engine_jax.tracing import trace_of
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
-_PACKAGE = str(pathlib.Path(__file__).parent)
+_PACKAGE = f"{pathlib.Path(__file__).parent}/"
 
 
 # --- What is found ---------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ _DESCRIBED: dict[str, Callable[[JaxprEqn, _Place], Row]] = {
 # --- The compiled program --------------------------------------------------------------------------------------------
 
 _HLO_COLLECTIVE = re.compile(
-    r"= (?P<result>[^=]*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+    r" = (?P<result>.*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-done)?\("
 )
 _HLO_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 

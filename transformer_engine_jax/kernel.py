@@ -115,7 +115,7 @@ def kernel(
     rule: str,
     *,
     whole: str | Callable[[dict], str] = "",
-    reduce: Mapping[str, str] | None = None,
+    reduce: Mapping[str, str | tuple[str, Callable]] | None = None,
     once: Sequence[str] = (),
     parts: Mapping[str, str] | None = None,
     by_shard: Mapping[str, str] | None = None,

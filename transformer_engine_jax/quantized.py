@@ -40,6 +40,10 @@ class QuantizerState(NamedTuple):
     uses: jax.Array | float = 1.0  # f32[] number of updated states that were added together; normally 1
 
 
+def _stands_for_a_state(x: Any) -> bool:
+    return isinstance(x, Mapping) and {"scale", "amax_history"} <= set(x) <= set(QuantizerState._fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizerStates:
     """What is remembered of tensors that are quantized for one op: a QuantizerState of each, packed into one array."""
@@ -102,8 +106,11 @@ class QuantizerStates:
             return states
         if set(states) == {"packed"}:
             packed = states["packed"]
-            return cls(packed if packed is None or isinstance(packed, jax.Array) else jnp.asarray(packed))
-        if set(states) == set(cls.TENSORS):
+            if packed is None:
+                return cls(None)
+            if jnp.ndim(packed) > 1 and jnp.shape(packed)[-2] == len(cls.TENSORS):
+                return cls(packed if isinstance(packed, jax.Array) else jnp.asarray(packed))
+        if set(states) == set(cls.TENSORS) and all(map(_stands_for_a_state, states.values())):
             pack = lambda: cls.pack(**{name: QuantizerState(**states[name]) for name in cls.TENSORS})
             return once(cls, jax.tree.leaves(states), pack)  # one array, by which is known what is used several times
         return states

@@ -245,9 +245,13 @@ def keep(y: Any, states: Any) -> Any:
     for state in jax.tree.leaves(states, is_leaf=lambda x: isinstance(x, QuantizerStates)):
         if getattr(state, "packed", None) is None:  # none, or of nobody's
             continue
-        (first, *others), tree = jax.tree.flatten(y)
-        y = jax.tree.unflatten(tree, [_tie(None, first, _kept_once(state)), *others])
+        token = _kept_once(state)
+        y = jax.tree.map(lambda x: _tie(None, x, token) if _differentiable(x) else x, y)
     return y
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _kept_once(state: QuantizerStates) -> jax.Array:

@@ -85,10 +85,12 @@ class Recipe:
 
     @property
     def forward_dtype(self) -> np.dtype:
+        """Of activations and kernels."""
         return self.fp8_format.value.forward
 
     @property
     def backward_dtype(self) -> np.dtype:
+        """Of gradients."""
         return self.fp8_format.value.backward
 
 
@@ -178,7 +180,8 @@ class Float8CurrentScaling(Recipe):
         self._check_common()
         _check(self, "use_power_2_scales", isinstance(self.use_power_2_scales, bool), "a bool")
         number = isinstance(self.amax_epsilon, int | float) and not isinstance(self.amax_epsilon, bool)
-        _check(self, "amax_epsilon", number and 0 <= self.amax_epsilon < np.inf, "a finite number >= 0")
+        largest = float(np.finfo(np.float32).max)
+        _check(self, "amax_epsilon", number and 0 <= self.amax_epsilon <= largest, "a finite f32 >= 0")
 
 
 # --- From amax to scale --------------------------------------------------------------------------------------------
@@ -204,4 +207,4 @@ def delayed_scale(recipe: DelayedScaling, history: jax.Array, old_scale: jax.Arr
     scale = recipe.scaling_factor_compute_algo(amax, old_scale, jnp.float32(fp8_max), recipe)
     scale = jnp.asarray(scale, jnp.float32)
     usable = (amax > 0) & jnp.isfinite(amax) & (scale > 0) & jnp.isfinite(scale)
-    return jnp.where(usable, scale, old_scale)
+    return jnp.where(usable, jnp.clip(scale, 1 / _LARGEST_SCALE, _LARGEST_SCALE), old_scale)

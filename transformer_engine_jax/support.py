@@ -7,6 +7,7 @@ import platform
 
 import jax
 
+from transformer_engine_jax.decisions import compute_capabilities
 from transformer_engine_jax.distribution import name_conflict
 from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 from transformer_engine_jax.ops.attention.flash import missing
@@ -16,7 +17,7 @@ def gpu_compute_capability() -> float | None:
     """The smallest compute capability of the GPUs that JAX runs on, None where it runs on none."""
     if jax.default_backend() != "gpu":
         return None
-    return min(float(device.compute_capability) for device in jax.local_devices())
+    return min(compute_capabilities())
 
 
 def is_fp8_available() -> tuple[bool, str]:

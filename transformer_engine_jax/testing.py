@@ -19,11 +19,9 @@ from transformer_engine_jax.kernel import Kernel, use_references
 from transformer_engine_jax.quantized import QuantizerStates
 
 
-@contextlib.contextmanager
-def reference_kernels() -> Iterator[None]:
+def reference_kernels() -> contextlib.AbstractContextManager:
     """Runs the kernels' pure-JAX references in place of their compiled handlers."""
-    with use_references(True):
-        yield
+    return use_references(True)
 
 
 def epsilon(dtype) -> float:
@@ -54,7 +52,7 @@ def assert_close(got: Any, expected: Any, bound: float, what: str = "") -> None:
     """Leaf by leaf: same shape, and a relative L2 error of at most `bound` (below 1)."""
     assert 0 <= bound < 1, f"a bound of {bound} would let zeros pass"
     got, expected = _leaves(got), _leaves(expected)
-    assert list(got) == list(expected), f"{what}: trees differ"
+    assert got.keys() == expected.keys(), f"{what}: expected the same leaves: {list(expected)}, got {list(got)}"
     for path, g in got.items():
         e = expected[path]
         assert jnp.shape(g) == jnp.shape(e), f"{what}{path}: {jnp.shape(g)} != {jnp.shape(e)}"
@@ -64,8 +62,9 @@ def assert_close(got: Any, expected: Any, bound: float, what: str = "") -> None:
 
 def assert_same_bytes(got: Any, expected: Any, what: str = "") -> None:
     """Same shape, dtype and bytes, leaf by leaf; any NaN equals any NaN of f32, f16 and bf16."""
-    expected = _leaves(expected)
-    for path, g in _leaves(got).items():
+    got, expected = _leaves(got), _leaves(expected)
+    assert got.keys() == expected.keys(), f"{what}: expected the same leaves: {list(expected)}, got {list(got)}"
+    for path, g in got.items():
         g, e = np.asarray(g), np.asarray(expected[path])
         where = f"{what}{path}"
         assert (g.shape, g.dtype) == (e.shape, e.dtype), f"{where}: {g.dtype}{g.shape} != {e.dtype}{e.shape}"

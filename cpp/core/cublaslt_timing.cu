@@ -49,7 +49,7 @@ class Borrowed {
   cudaStream_t stream_;
 };
 
-int64_t width(DType dtype) { return is_fp8(dtype) ? 1 : dtype == DType::F32 ? 4 : 2; }
+int64_t width(DType dtype) { return static_cast<int64_t>(ffi::ByteWidth(dtype)); }
 
 // Entries of about normal distribution: products of zeros take less power, hence other times.
 __global__ void fill(void* data, DType dtype, int64_t size) {

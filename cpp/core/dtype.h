@@ -46,12 +46,10 @@ struct f16 {
 struct e4m3 {
   uint8_t bits;
   static constexpr int kMantissa = 3, kBias = 7;
-  static constexpr float kMax = 448.f;
 };
 struct e5m2 {
   uint8_t bits;
   static constexpr int kMantissa = 2, kBias = 15;
-  static constexpr float kMax = 57344.f;
 };
 
 template <typename T>

@@ -235,7 +235,7 @@ Encode encoder() {
 // A row-major array and the boxes that are copied of it, whose rows of 32, 64 or 128 bytes are swizzled in shared
 // memory.
 bool describe(CUtensorMap* map, const void* data, DType dtype, int64_t rows, int64_t columns, int tall, int bytes) {
-  const int width = dtype == DType::F32 ? 4 : dtype == DType::BF16 ? 2 : 1;
+  const int width = static_cast<int>(ffi::ByteWidth(dtype));
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t stride = static_cast<cuuint64_t>(columns * width);
   const cuuint32_t box[] = {static_cast<cuuint32_t>(bytes / width), static_cast<cuuint32_t>(tall)}, steps[] = {1, 1};

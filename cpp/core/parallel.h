@@ -37,6 +37,12 @@ void parallel_for(ffi::ThreadPool& pool, int64_t n, const Body& body) {
   while (shared->done.load(std::memory_order_acquire) < n) std::this_thread::yield();
 }
 
+// most = max(most, mine), of several threads.
+inline void raise(std::atomic<uint32_t>& most, uint32_t mine) {
+  for (uint32_t seen = most; seen < mine && !most.compare_exchange_weak(seen, mine);) {
+  }
+}
+
 // Rows [0, rows) in chunks of at least `least` elements each: body(first, last).
 template <typename Body>
 void parallel_rows(ffi::ThreadPool& pool, int64_t rows, int64_t cols, const Body& body, int64_t least = 1 << 15) {

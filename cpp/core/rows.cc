@@ -7,7 +7,7 @@ namespace {
 template <typename Y>
 void store_rows_as(ffi::ThreadPool& pool, const RowsResult& to, const RowProducer& produce) {
   const int64_t rows = to.y.rows, cols = to.y.cols, step = rows_per_block(cols);
-  const int64_t blocks = (rows + step - 1) / step;
+  const int64_t blocks = ceil_div(rows, step);
   std::vector<uint32_t> amaxes(blocks, 0);
   ColumnSums sums(to.colsum ? rows : 0, cols);
   parallel_for(pool, blocks, [&](int64_t block) {

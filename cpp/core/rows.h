@@ -145,7 +145,7 @@ inline int64_t rows_per_block(int64_t cols) {
 class ColumnSums {
  public:
   ColumnSums(int64_t rows, int64_t cols)
-      : cols_(cols), block_(rows_per_block(cols)), sums_((rows + block_ - 1) / block_ * cols, 0.f) {}
+      : cols_(cols), block_(rows_per_block(cols)), sums_(ceil_div(rows, block_) * cols, 0.f) {}
   float* at(int64_t row) { return sums_.data() + row / block_ * cols_; }
   void total(float* sum) const {
     std::fill_n(sum, cols_, 0.f);

@@ -1,8 +1,10 @@
 // te_activation_fwd, te_activation_bwd: their signatures, and the curves that CPU and CUDA share.
 //
-//   activation_fwd: z[rows, A, N], scale f32[]?, bias[A, N]? -> y[rows, N]?, y_t[N, rows]?, amax f32[]?
-//   activation_bwd: dy[rows, N], z[rows, A, N], scale f32[]?, bias[A, N]? -> dz[rows, A, N]?, dz_t[A, N, rows]?,
-//                   amax f32[]?, dbias f32[A, N]?, the sum of dz over rows before its cast
+//   activation_fwd: z[rows, A, N], scale?, bias[A, N]? -> y[rows, N]?, y_t[N, rows]?, amax?, report?, scale_inv?
+//   activation_bwd: dy[rows, N], z[rows, A, N], scale?, bias[A, N]? -> dz[rows, A, N]?, dz_t[A, N, rows]?, amax?,
+//                   dbias f32[A, N]?, the sum of dz over rows before its cast, report?, scale_inv?
+//
+// What a cast is told of its scale, and tells of it, is core/scaling.h's Casting.
 //
 // A = 1: y = curve(z[0]). A = 2 (names that end in "_linear"): y = curve(z[0]) * z[1], or a curve's own gate(z[1]). All
 // arithmetic is in f32. A bias is added to z before.

@@ -52,8 +52,7 @@ Check check_backward(const AttentionOperands& in, const In& seed, const In& stat
 
 cudnn::Call call_of(const AttentionOperands& in, const AttentionShape& s, const AttentionAttributes& a,
                     AttentionKind kind) {
-  const DType dtype = in.q.element_type();
-  return graph_call(in.op, {kind, dtype, dtype, s, a, in.lengths()});
+  return graph_call(in.op, {kind, in.q.element_type(), s, a, in.lengths()});
 }
 
 void insert_seed(cudnn::Pointers& all, const In& seed) {
@@ -103,7 +102,7 @@ Check check_qkv_backward(const In& stats, const In& qkv, const In& o, const In& 
 
 cudnn::Call call_of_qkv(const In& qkv, const AttentionShape& s, const AttentionAttributes& a, AttentionKind kind) {
   return graph_call(kind == kForward ? "te_attention_qkv_fwd" : "te_attention_qkv_bwd",
-                    {kind, qkv.element_type(), qkv.element_type(), s, a, /*lengths=*/false, /*stacked=*/true});
+                    {kind, qkv.element_type(), s, a, /*lengths=*/false, /*stacked=*/true});
 }
 
 void insert_parts(cudnn::Pointers& all, void* qkv, const AttentionShape& s, std::array<AttentionUid, 3> uids) {

@@ -130,7 +130,7 @@ enum AttentionUid : int64_t {
 
 struct AttentionCall {
   AttentionKind kind;
-  DType dtype, o_dtype;
+  DType dtype;
   AttentionShape shape;
   AttentionOptions options;
   bool lengths;
@@ -141,21 +141,13 @@ struct AttentionCall {
     int32_t scale, dropout;
     std::memcpy(&scale, &options.scale, 4);
     std::memcpy(&dropout, &options.dropout, 4);
-    return {kind,
-            static_cast<int64_t>(dtype),
-            static_cast<int64_t>(o_dtype),
-            shape.batch,
-            shape.q_size,
-            shape.k_size,
-            shape.groups,
-            shape.repeats,
-            shape.head_size,
-            lengths,
-            stacked,
-            packed,
-            options.causal,
-            options.left,
-            scale,
+    return {kind,          static_cast<int64_t>(dtype),
+            shape.batch,   shape.q_size,
+            shape.k_size,  shape.groups,
+            shape.repeats, shape.head_size,
+            lengths,       stacked,
+            packed,        options.causal,
+            options.left,  scale,
             dropout};
   }
 };

@@ -4,8 +4,8 @@
 //   q_, k_, v_descale  f32[] what they were divided by: value = code * descale
 //   weight_scale, weight_descale  f32[] by which the weights, in [0, 1], are multiplied before their cast to E4M3, and
 //                    its reciprocal: in device memory, where cuDNN reads it
-//   o_scale          f32[] by which o is multiplied before its cast, and 1 where it is bf16 or f16
-//   o                E4M3; on Blackwell it may be bf16 or f16 too (cuDNN says so itself where it can't)
+//   o_scale          f32[] by which o is multiplied before its cast
+//   o                E4M3
 //
 // Forward, q + k + v + o bytes move: half of bf16's. The products run at twice its rate.
 #include "ops/attention.h"
@@ -38,17 +38,14 @@ Check check_call(const AttentionOperands& in, const Scales& scales, Out& o, Out&
   check.scalar("q_descale", scales.q_descale).scalar("k_descale", scales.k_descale);
   check.scalar("v_descale", scales.v_descale).scalar("weight_scale", scales.weight_scale);
   check.scalar("weight_descale", scales.weight_descale).scalar("o_scale", scales.o_scale);
-  const DType dtype = o->element_type();
-  check.that(dtype == DType::F8E4M3FN || dtype == DType::BF16 || dtype == DType::F16, "o", "f8_e4m3fn, bf16 or f16",
-             *o);
-  shape(check, "o", *o, {s.batch, s.q_size, s.groups, s.repeats, s.head_size});
+  shape(check.dtype("o", *o, DType::F8E4M3FN), "o", *o, {s.batch, s.q_size, s.groups, s.repeats, s.head_size});
   check.that(static_cast<int64_t>(workspace->size_bytes()) >= kAmaxBytes, "workspace", "room for two amaxes",
              *workspace);
   return check_stats(check, *stats, s);
 }
 
-cudnn::Call call_of(const AttentionOperands& in, Out& o, const AttentionShape& s, const AttentionOptions& options) {
-  return graph_call(in.op, {kFp8Forward, in.q.element_type(), o->element_type(), s, options, in.lengths()});
+cudnn::Call call_of(const AttentionOperands& in, const AttentionShape& s, const AttentionOptions& options) {
+  return graph_call(in.op, {kFp8Forward, in.q.element_type(), s, options, in.lengths()});
 }
 
 cudnn::Workspace after_amaxes(Out& workspace) {
@@ -85,7 +82,7 @@ ffi::Error AttentionFp8FwdInitialize(In q, In k, In v, In q_descale, In k_descal
   const Check check = check_call(in, scales, o, stats, workspace, options, s);
   if (check.failed()) return check.error();
   if (s.empty()) return ffi::Error::Success();
-  return cudnn::prepare(call_of(in, o, s, options), after_amaxes(workspace));
+  return cudnn::prepare(call_of(in, s, options), after_amaxes(workspace));
 }
 
 ffi::Error AttentionFp8Fwd(cudaStream_t stream, In q, In k, In v, In q_descale, In k_descale, In v_descale,
@@ -98,8 +95,8 @@ ffi::Error AttentionFp8Fwd(cudaStream_t stream, In q, In k, In v, In q_descale, 
   const Check check = check_call(in, scales, o, stats, workspace, options, s);
   if (check.failed()) return check.error();
   if (s.empty()) return ffi::Error::Success();
-  return cudnn::execute(call_of(in, o, s, options), pointers_of(in, scales, o, stats, workspace),
-                        after_amaxes(workspace), stream);
+  return cudnn::execute(call_of(in, s, options), pointers_of(in, scales, o, stats, workspace), after_amaxes(workspace),
+                        stream);
 }
 
 }  // namespace te

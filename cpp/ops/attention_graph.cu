@@ -128,12 +128,12 @@ void build_forward(AttentionGraph tensors) {
   tensors.as_stats(stats).set_output(true);
 }
 
-void build_fp8_forward(AttentionGraph tensors, DType o_dtype) {
+void build_fp8_forward(AttentionGraph tensors) {
   const auto options = tensors.with_options(fe::graph::SDPA_fp8_attributes().set_generate_stats(true));
   auto [o, stats, amax_s, amax_o] = tensors.graph.sdpa_fp8(
       tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV), tensors.scalar(kDescaleQ), tensors.scalar(kDescaleK),
       tensors.scalar(kDescaleV), tensors.scalar(kDescaleS), tensors.scalar(kScaleS), tensors.scalar(kScaleO), options);
-  tensors.as_rows(o, kO).set_output(true).set_data_type(cudnn_type(o_dtype));
+  tensors.as_rows(o, kO).set_output(true).set_data_type(cudnn_type(DType::F8E4M3FN));
   tensors.as_stats(stats).set_output(true);
   AttentionGraph::as_scalar(amax_s, kAmaxS).set_output(true);
   AttentionGraph::as_scalar(amax_o, kAmaxO).set_output(true);
@@ -159,7 +159,7 @@ cudnn::Call graph_call(const char* op, const AttentionCall& call) {
             switch (call.kind) {
               case kForward:
               case kPackedForward: return build_forward({call, graph});
-              case kFp8Forward: return build_fp8_forward({call, graph}, call.o_dtype);
+              case kFp8Forward: return build_fp8_forward({call, graph});
               case kBackward:
               case kPackedBackward: return build_backward({call, graph});
             }

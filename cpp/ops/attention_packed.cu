@@ -60,7 +60,7 @@ Check& check_stats_and_o(Check& check, const ffi::AnyBuffer& stats, const ffi::A
 cudnn::Call call_of(const PackedOperands& in, const AttentionShape& s, const AttentionPackedAttributes& a,
                     AttentionKind kind) {
   const DType dtype = in.q.element_type();
-  AttentionCall call{kind, dtype, dtype, s, a.options(), /*lengths=*/true};
+  AttentionCall call{kind, dtype, s, a.options(), /*lengths=*/true};
   call.packed = in.most();
   return graph_call(in.op, call);
 }

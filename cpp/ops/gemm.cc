@@ -226,10 +226,8 @@ ffi::Error Gemm(ffi::ThreadPool pool, In a, In b, In a_scale_inv, In b_scale_inv
   const Blocks blocks(kernel, shape, serial ? 1 : pool.num_threads());
   std::atomic<uint32_t> most{0};
   parallel_for(pool, blocks.down * blocks.across, [&](int64_t i) {
-    const uint32_t mine = multiply_block(pack_a, pack_b, epilogue, i / blocks.across * blocks.rows,
-                                         i % blocks.across * blocks.columns, blocks);
-    for (uint32_t seen = most; seen < mine && !most.compare_exchange_weak(seen, mine);) {
-    }
+    raise(most, multiply_block(pack_a, pack_b, epilogue, i / blocks.across * blocks.rows,
+                               i % blocks.across * blocks.columns, blocks));
   });
   if (present(amax)) *amax->typed_data<float>() = float_of(most);
   return ffi::Error::Success();

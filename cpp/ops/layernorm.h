@@ -1,13 +1,14 @@
 // te_layernorm_fwd, te_layernorm_bwd, te_rmsnorm_fwd, te_rmsnorm_bwd: what the CPU and the CUDA handlers of
 // these targets agree on. K is the last axis of x; rows are all axes before it.
 //
-//   layernorm_fwd: x[rows, K], gamma[K], beta[K], scale f32[]?, known_mean f32[rows]?, known_rstd f32[rows]?
-//                  -> y[rows, K], y_t[K, rows]?, mean f32[rows], rstd f32[rows], amax f32[]?
+//   layernorm_fwd: x[rows, K], gamma[K], beta[K], scale?, known_mean f32[rows]?, known_rstd f32[rows]?
+//                  -> y[rows, K], y_t[K, rows]?, mean f32[rows], rstd f32[rows], amax?, report?, scale_inv?
 //                                                      y = (x - mean) * rstd * g + beta
 //   rmsnorm_fwd:   the same without beta and means     y = x * rstd * g
 //   layernorm_bwd: dy[rows, K], x, gamma, mean, rstd, residual[rows, K]? -> dx[rows, K], dgamma f32[K], dbeta f32[K]
 //   rmsnorm_bwd:   the same without mean and dbeta
 //
+// What a cast is told of its scale, and tells of it, is core/scaling.h's Casting.
 // g is gamma, or 1 + gamma where gamma is stored zero-centred. rstd = 1 / sqrt(variance + epsilon), or of the
 // mean square for rmsnorm; where they are known from a call before they are operands, not results. All arithmetic is in
 // f32. With xhat = (x - mean) * rstd and wdy = dy * g,

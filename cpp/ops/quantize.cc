@@ -15,7 +15,7 @@ namespace {
 template <typename T, typename F8>
 uint32_t quantize(ffi::ThreadPool& pool, const Matrix& x, float scale, uint8_t* q, int64_t q_stride, uint8_t* q_t,
                   float* colsum) {
-  const int64_t blocks = (x.rows + kRowBlock - 1) / kRowBlock;
+  const int64_t blocks = ceil_div(x.rows, kRowBlock);
   std::vector<uint32_t> amaxes(blocks, 0);
   std::vector<float> sums(colsum ? blocks * x.cols : 0, 0.f);
   parallel_for(pool, blocks, [&](int64_t block) {
@@ -96,11 +96,8 @@ ffi::Error Measure(ffi::ThreadPool pool, In x0, In x1, In x2, Out amax, Out repo
     std::atomic<uint32_t> most{0};
     for (const In& x : {x0, x1, x2}) {
       const T* data = static_cast<const T*>(x.untyped_data());
-      parallel_rows(pool, static_cast<int64_t>(x.element_count()), 1, [&](int64_t first, int64_t last) {
-        const uint32_t mine = amax_row<T>(data + first, last - first);
-        for (uint32_t seen = most; seen < mine && !most.compare_exchange_weak(seen, mine);) {
-        }
-      });
+      parallel_rows(pool, static_cast<int64_t>(x.element_count()), 1,
+                    [&](int64_t first, int64_t last) { raise(most, amax_row<T>(data + first, last - first)); });
     }
     Measured(amax, report).store(float_of(most));
     return ffi::Error::Success();

@@ -17,6 +17,7 @@ import transformer_engine_jax as te
 import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import MultiHeadAttention, TransformerLayer
+from transformer_engine_jax.modules.transformer import check_fields
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(3, (4, 16, 64)))
 FIELDS = dict(
@@ -90,6 +91,7 @@ def test_misuse():
     )
     with pytest.raises(ValueError, match="load_balanced: expected False with relative position biases"):
         biases.init(jax.random.key(0), X)
+    check_fields(biases.clone(enable_relative_embedding=False, relative_embedding=biases))  # which is not used
     attention = MultiHeadAttention(16, 4, context_parallel_axis="cp", context_parallel_causal_load_balanced=True)
     with testing.on_mesh(testing.mesh_of((4, 2), ("data", "cp"))):
         with pytest.raises(ValueError, match="load_balanced: expected False in cross-attention"):

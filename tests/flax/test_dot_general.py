@@ -128,6 +128,22 @@ def test_a_function_of_two_products():
     assert float(state["up_state"].kernel.amax_history[1]) == float(jnp.abs(kernels[1]).max())
 
 
+def test_a_state_goes_on_whichever_result_is_used():
+    """With FP8 off, beside a result that has no gradient."""
+
+    def chosen(generate_quantizer_set, x, kernel):
+        y = te.dense(x, kernel, quantizers=generate_quantizer_set("only"))
+        return jnp.argmax(y, -1), y
+
+    module = te_flax.wrap_function_in_te_state_module(chosen, None, "chosen")()
+    kernel = jnp.asarray(emulated.normal(1, (32, 16))[0])
+    with te.autocast(True, DELAYED):
+        variables = module.init(jax.random.key(0), X, kernel)
+    with te.autocast(False):
+        state = jax.grad(lambda v: module.apply(v, X, kernel)[1].sum())(variables)[STATE_COLLECTION]
+    testing.assert_same_bytes(state, variables[STATE_COLLECTION])
+
+
 @pytest.mark.parametrize("name", ["dense", "batch"])
 def test_sharded_is_unsharded(name):
     module = LAYERS[name][0](dot_general_cls=te_flax.make_dot_general_cls(DELAYED))

@@ -50,6 +50,7 @@ CASES = {
     "lengths": ((H, H, S, S, D), dict(), LENGTHS),
     "causal lengths": ((H, 2, S, S, 128), dict(causal=True), LENGTHS),
     "window of lengths": ((H, H, S, S, D), dict(causal=True, window=(9, 0)), LENGTHS),
+    "window wider than any": ((H, H, S, S, D), dict(causal=True, window=(2**31 - 1, 0)), LENGTHS),
 }
 SEVERAL = [*((case, "bfloat16") for case in CASES), ("causal", "float16"), ("causal lengths", "float16")]
 

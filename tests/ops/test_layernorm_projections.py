@@ -10,6 +10,7 @@ import pytest
 from emulated import F32, FLIP, RECIPES
 from jax.sharding import PartitionSpec as P
 
+import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm import Norm, norm
@@ -132,6 +133,9 @@ def test_kernels_that_do_not_fit_are_named():
         layernorm_projections(x, gamma, beta, [jnp.zeros((32, 8))], [None])
     with pytest.raises(ValueError, match="epsilon: expected 0 or more, got -1"):
         layernorm_projections(x, gamma, beta, [jnp.zeros((K, 8))], [None], norm_options=Norm(-1))
+    one = te.gemm_quantizers(None, te.recipe.Float8CurrentScaling())
+    with pytest.raises(ValueError, match="quantizers: expected 2, one for each kernel, got 1"):
+        layernorm_projections(x, gamma, beta, [jnp.zeros((K, 8))] * 2, [None] * 2, quantizers=[one])
 
 
 def test_lists_will_do():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
-from transformer_engine_jax.modules.checks import check_common, check_positive
+from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
@@ -174,11 +174,7 @@ class LogicalAxes(nn.LogicallyPartitioned):
 def with_axes(
     module: nn.Module, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int]
 ) -> Callable:
-    """init with the logical axes of a parameter, where there are any; ValueError where they are not as many as its."""
-    if axes and len(axes) != len(shape):
-        raise ValueError(
-            f"{type(module).__name__}.{name}: expected {len(shape)} logical axes for the shape {tuple(shape)}, got "
-            f"{tuple(axes)}"
-        )
+    """init with the logical axes of a parameter, where there are any."""
+    check_axes(module, name, axes, shape)
     init = of_arrays(init, f"{type(module).__name__}.{name}") if axes else init
     return (lambda *args: LogicalAxes(init(*args), tuple(axes))) if axes else init

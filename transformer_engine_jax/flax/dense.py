@@ -8,11 +8,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer_engine_jax.flax.base import Fp8Module
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
-from transformer_engine_jax.modules.checks import canonical_tuple, last_size
+from transformer_engine_jax.modules.checks import canonical_tuple, last_size, sizes_of
 from transformer_engine_jax.modules.dense import (
     Kernel,
     ParametersSplit,
@@ -48,9 +47,7 @@ class _Dense(Fp8Module):
 
     def _make_kernel(self, inputs: Sequence[int]) -> tuple[Kernel, jax.Array | None]:
         """(kernel [inputs.., features..], bias or None)."""
-        features = canonical_tuple(self.features)
-        if not features or not all(isinstance(f, int | np.integer) and f > 0 for f in features):
-            raise ValueError(f"{type(self).__name__}.features: expected positive sizes, got {self.features!r}")
+        features = sizes_of(self, "features")
         dtype, inputs = self.param_dtype or self.dtype, tuple(inputs)
         init = self.kernel_init or flat_kernel_init(default_kernel_init, len(inputs))
         kernels, biases = [], []

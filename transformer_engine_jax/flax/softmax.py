@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from transformer_engine_jax.ops.attention.options import SOFTMAX_TYPES
 from transformer_engine_jax.ops.softmax import softmax
 
 
@@ -63,8 +64,7 @@ class Softmax(nn.Module):
             _expect(kind is not SoftmaxFusionType.SCALED_MASKED, "mask", "one with SCALED_MASKED", "none; use SCALED")
         else:
             _expect(kind is not SoftmaxFusionType.SCALED, "mask", "none with SCALED", "one; use SCALED_MASKED")
-        known = ("vanilla", "off_by_one", "learnable")
-        _expect(softmax_type in known, "softmax_type", f"one of {known}", repr(softmax_type))
+        _expect(softmax_type in SOFTMAX_TYPES, "softmax_type", f"one of {SOFTMAX_TYPES}", repr(softmax_type))
         if softmax_type == "learnable":
             _expect(softmax_offset is not None, "softmax_offset", "one with 'learnable'", "none")
         else:

@@ -45,6 +45,23 @@ def check_positive(module: Any, *fields: str) -> None:
             raise ValueError(f"{type(module).__name__}.{field}: expected a positive integer, got {value!r}")
 
 
+def sizes_of(module: Any, field: str) -> tuple[int, ...]:
+    """A field of sizes as a tuple; ValueError where they are not positive integers."""
+    sizes = canonical_tuple(value := getattr(module, field))
+    if not sizes or not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
+        raise ValueError(f"{type(module).__name__}.{field}: expected positive sizes, got {value!r}")
+    return sizes
+
+
+def check_axes(module: Any, name: str, axes: Sequence[str | None], shape: Sequence[int]) -> None:
+    """Raises ValueError where the logical axes of a parameter, if it has any, are not as many as its own."""
+    if axes and len(axes) != len(shape):
+        raise ValueError(
+            f"{type(module).__name__}.{name}: expected {len(shape)} logical axes for the shape {tuple(shape)}, got "
+            f"{tuple(axes)}"
+        )
+
+
 def check_rate(module: Any, field: str) -> None:
     """Raises ValueError where a field of a module is no dropout rate."""
     if not 0.0 <= getattr(module, field) < 1.0:

@@ -17,6 +17,8 @@ from transformer_engine_jax.sharding import activation_axes, constrain
 
 
 class TransformerLayerType(enum.Enum):
+    """ENCODER: self-attention and an MLP; DECODER: cross-attention between them."""
+
     ENCODER = "encoder"
     DECODER = "decoder"
 
@@ -44,7 +46,7 @@ def check_fields(layer) -> None:
     ):
         if layer.parallel_attention_mlp and value:
             raise ValueError(f"TransformerLayer.parallel_attention_mlp: expected False with {what}")
-    if layer.context_parallel_causal_load_balanced and (layer.enable_relative_embedding or layer.relative_embedding):
+    if layer.context_parallel_causal_load_balanced and layer.enable_relative_embedding:
         raise ValueError(
             "TransformerLayer.context_parallel_causal_load_balanced: expected False with relative position biases, "
             "which are in the order of the sequence; set enable_relative_embedding=False"

@@ -14,7 +14,7 @@ from flax import nnx
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
-from transformer_engine_jax.modules.checks import check_common, check_positive
+from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive
 from transformer_engine_jax.nnx.state import Fp8AttentionState, Fp8GemmState, Fp8State, recipe_of_state
 from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.low_rank import low_rank
@@ -58,11 +58,7 @@ class Fp8Module(nnx.Module):
         self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype, rngs: nnx.Rngs
     ) -> None:
         """A parameter that carries its logical axes as `out_sharding`, and has them on a mesh."""
-        if axes and len(axes) != len(shape):
-            raise ValueError(
-                f"{type(self).__name__}.{name}: expected {len(shape)} logical axes for the shape {tuple(shape)}, "
-                f"got {tuple(axes)}"
-            )
+        check_axes(self, name, axes, shape)
         # Logical names: NNX would take them for the mesh's own at once.
         metadata = {"out_sharding": tuple(axes), "eager_sharding": False} if axes else {}
         init = of_arrays(init, f"{type(self).__name__}.{name}") if axes else init

@@ -9,11 +9,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
-from transformer_engine_jax.modules.checks import canonical_tuple
+from transformer_engine_jax.modules.checks import canonical_tuple, sizes_of
 from transformer_engine_jax.modules.dense import (
     Kernel,
     ParametersSplit,
@@ -26,13 +25,6 @@ from transformer_engine_jax.modules.dense import (
     split_sizes,
 )
 from transformer_engine_jax.nnx.base import Fp8Module, array, helper, module
-
-
-def _sizes(op: str, field: str, value) -> tuple[int, ...]:
-    sizes = canonical_tuple(value)
-    if not sizes or not all(isinstance(size, int | np.integer) and size > 0 for size in sizes):
-        raise ValueError(f"{op}.{field}: expected positive sizes, got {value!r}")
-    return sizes
 
 
 @module
@@ -61,7 +53,7 @@ class _Dense(Fp8Module):
     def __post_init__(self, kernel_init, bias_init, rngs):
         self.freeze_fields()
         name = type(self).__name__
-        inputs, features = _sizes(name, "in_features", self.in_features), _sizes(name, "features", self.features)
+        inputs, features = sizes_of(self, "in_features"), sizes_of(self, "features")
         if len(canonical_tuple(self.axis)) != len(inputs):
             raise ValueError(f"{name}.in_features: expected one for each axis of {self.axis}, got {self.in_features}")
         init = kernel_init or flat_kernel_init(default_kernel_init, len(inputs))

@@ -13,6 +13,8 @@ from transformer_engine_jax.ops.quantize import E4M3, E5M2, FLOATS
 
 
 class Quantized(NamedTuple):
+    """What `quantize` returns."""
+
     q: jax.Array  # fp8[m.., k..], the cast of x * scale
     q_t: jax.Array | None  # fp8[k.., m..], its transposed copy, where asked for
     amax: jax.Array  # f32[], max |x|; NaN where x holds one

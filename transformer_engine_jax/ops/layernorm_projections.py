@@ -157,6 +157,10 @@ def _layernorm_projections(
 ) -> tuple[list[jax.Array], jax.Array | None]:  # fmt: skip
     """`layernorm_projections`, of arrays and of x as the first logical axes say."""
     x_axes, dot_axes = axes
+    if quantizers is not None and len(quantizers) != len(given):
+        raise ValueError(
+            f"layernorm_projections: quantizers: expected {len(given)}, one for each kernel, got {len(quantizers)}"
+        )
     kernels, main_grads = zip(*[unpacked("layernorm_projections", kernel) for kernel in given])
     for kernel, bias in zip(kernels, biases, strict=True):
         if kernel.ndim not in (2, 3) or (kernel.ndim == 3 and kernel.shape[1] not in (2, 3)):

@@ -105,7 +105,7 @@ def softmax(logits, *, mask=None, softmax_offset=None, scale_factor: float = 1.0
 
 
 def _checked_mask(mask, shape: tuple[int, ...]) -> jax.Array:
-    """The mask as bool with all of the logits' axes, where it does not broadcast along the heads in vain."""
+    """The mask as bool, of the logits' rank; ValueError where it does not broadcast to them."""
     mask = jnp.asarray(mask)
     padded = (1,) * (len(shape) - mask.ndim) + mask.shape
     if len(padded) != len(shape) or any(m not in (1, n) for m, n in zip(padded, shape)):

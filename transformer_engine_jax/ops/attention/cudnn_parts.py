@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.ops.attention.flash import offset_gradient
 
 ALL, FIRST, SECOND = (0, 2), (0, 1), (1, 2)  # from and to which half of a device's tokens
 
@@ -110,13 +111,7 @@ def _backward(parts: Parts, residuals, dout):
         dquery = dkeys.add(step, lambda dk, dv: of_step(dquery, dk, dv, key_here, value_here))
     dkey, dvalue = dkeys.home()
     grads = dquery.astype(query.dtype), dkey.astype(key.dtype), dvalue.astype(value.dtype)
-    return *grads, None if offset is None else _offset_gradient(offset, total, out, dout)
-
-
-def _offset_gradient(offset, total, out, dout) -> jax.Array:
-    along = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1, keepdims=True)  # [B, Q, H, 1]
-    share = _weight(offset.astype(jnp.float32)[:, None] - total)
-    return -jnp.sum(share * along, axis=(0, 1, 3)).astype(offset.dtype)
+    return *grads, None if offset is None else offset_gradient(offset, jnp.moveaxis(total, 1, 2), out, dout)
 
 
 _attention = differentiable(_forward, _backward)

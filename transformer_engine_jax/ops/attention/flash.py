@@ -25,7 +25,7 @@ from transformer_engine_jax.ops.attention.reference import (
     weighted,
 )
 from transformer_engine_jax.ops.attention.sequences import Places
-from transformer_engine_jax.ops.quantize import E4M3, is_fp8, scaled_cast
+from transformer_engine_jax.ops.quantize import E4M3, scaled_cast
 
 MOST_HEAD_SIZE = 128
 
@@ -190,7 +190,7 @@ def attention_fwd(
 )
 def attention_fp8_fwd(
     q, k, v, q_descale, k_descale, v_descale, weight_scale, weight_descale, o_scale, q_len, k_len,
-    *, scale: float, causal: bool = False, left: int = -1, dtype=E4M3,
+    *, scale: float, causal: bool = False, left: int = -1,
 ) -> AttentionFwd:  # fmt: skip
     """attention_fwd without dropout, of E4M3 codes; products are added up in f32, and the softmax is f32.
 
@@ -199,8 +199,7 @@ def attention_fp8_fwd(
       q_descale, k_descale, v_descale: f32[] what a code stands for: value = code * descale.
       weight_scale, weight_descale: f32[] what weights, exp(score - the row's largest) in [0, 1], are multiplied by
         before their cast to E4M3, and its reciprocal. They are divided by their sum afterwards.
-      o_scale: f32[] what o is multiplied by before its cast; 1 where dtype is not E4M3.
-      dtype: of o. Hopper knows E4M3 alone.
+      o_scale: f32[] what o is multiplied by before its cast to E4M3, the one dtype of o that Hopper knows.
     """
     query, key, value = (x.astype(jnp.float32) * s for x, s in ((q, q_descale), (k, k_descale), (v, v_descale)))
 
@@ -208,7 +207,7 @@ def attention_fp8_fwd(
         weights, top, total = powers(*scores_of(options, rows, shared))
         weights = scaled_cast(weights, weight_scale, E4M3).astype(jnp.float32) * weight_descale
         o = weighted(weights, shared.value) / jnp.moveaxis(jnp.where(total > 0, total, 1.0), 1, 2)
-        return (scaled_cast(o, o_scale, dtype) if is_fp8(dtype) else o.astype(dtype)), _log_of_sum(top, total)
+        return scaled_cast(o, o_scale, E4M3), _log_of_sum(top, total)
 
     places = of_length(q.shape[1], q_len), of_length(k.shape[1], k_len)
     return _by_group(q, *_blocked(attend, query, key, value, *places, scale=scale, causal=causal, left=left))

@@ -10,25 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from transformer_engine_jax.differentiable import computed_once, differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
 from transformer_engine_jax.ops.attention.options import Attention
-from transformer_engine_jax.ops.quantize import E4M3, dequantize, is_fp8, observe, quantize_for
+from transformer_engine_jax.ops.quantize import dequantize, observe, quantize_for
 from transformer_engine_jax.quantizers import Quantizer
 
 # Below E4M3's largest, 448, and a power of two: multiplying by it is exact.
 WEIGHT_SCALE = 256.0
-
-
-def _o_dtype(query) -> np.dtype:
-    """Of the kernel's output: Hopper knows E4M3 alone. Blackwell could write query's own, which needs no scale."""
-    return E4M3
-
-
-def _wide(o, descale, dtype) -> jax.Array:
-    return dequantize(o, descale, dtype=dtype) if is_fp8(o.dtype) else o
 
 
 def fp8_attention(
@@ -53,20 +43,19 @@ def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...]
     tensors = query, *static.repeated(key, value)  # before the cast, whose kernel is not to be sharded by parts either
     casts = [quantize_for(quantizer, x) for quantizer, x in zip(quantizers, tensors)]
     q, k, v = (cast.q.data for cast in casts)
-    dtype, v_descale = _o_dtype(query), casts[2].q.scale_inv
+    v_descale = casts[2].q.scale_inv
     o, stats = attention_fp8_fwd(
         static.by_group(q, key), k, v, *[cast.q.scale_inv for cast in casts],
-        WEIGHT_SCALE, 1 / WEIGHT_SCALE, 1.0 / v_descale if is_fp8(dtype) else 1.0, q_len, k_len,
-        dtype=dtype, **static.attributes,
+        WEIGHT_SCALE, 1 / WEIGHT_SCALE, 1.0 / v_descale, q_len, k_len, **static.attributes,
     )  # fmt: skip
     o, amaxes = computed_once(o.reshape(query.shape), of="quantized"), [cast.amax for cast in casts]
     saved = stats, query, key, value, (o, v_descale), quantizers, amaxes, q_len, k_len
-    return _wide(o, v_descale, query.dtype), saved
+    return dequantize(o, v_descale, dtype=query.dtype), saved
 
 
 def _backward(static: Flash, residuals, do):
     stats, query, key, value, (o, o_descale), quantizers, amaxes, q_len, k_len = residuals
-    o = _wide(o, o_descale, query.dtype)
+    o = dequantize(o, o_descale, dtype=query.dtype)
     grads = static.gradients(stats, query, key, value, o, do, None, q_len, k_len)
     return *grads, tuple(observe(quantizers, amaxes)), None, None
 

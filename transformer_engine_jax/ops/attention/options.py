@@ -37,7 +37,7 @@ class Attention(NamedTuple):
     @property
     def reach(self) -> tuple[int, int]:
         """How many positions back and ahead a query sees, -1 for all."""
-        left, right = self.window or (-1, -1)
+        left, right = (min(int(n), 2**30) for n in self.window or (-1, -1))  # places are i32
         return left, 0 if self.causal else right
 
     def check(self) -> None:
