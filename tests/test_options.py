@@ -131,7 +131,10 @@ def assert_runs(module, x, *, rec, dtype, twin=None, **call) -> None:
 def test_multi_head_attention(fields, setup):
     x = turned(fields["transpose_batch_sequence"], X)
     call = padding(fields["attn_mask_type"], fields.pop("by_descriptor"), "mask")
-    call |= {"bias": BIAS} if fields.pop("biased") else {}
+    if fields.pop("biased"):
+        call |= {"bias": BIAS}
+    else:
+        fields["attn_bias_type"] = None
     assert_runs(MultiHeadAttention(head_dim=6, num_attention_heads=HEADS, **fields), x, **call, **setup)
 
 
@@ -152,7 +155,10 @@ def test_layernorm_mlp(fields, setup):
 def test_transformer_layer(fields, setup):
     decoder, transposed = fields.pop("decoder"), fields["transpose_batch_sequence"]
     call = padding(fields["self_attn_mask_type"], fields.pop("by_descriptor"), "attention_mask")
-    call |= {"core_attention_bias": BIAS} if fields.pop("biased") else {}
+    if fields.pop("biased"):
+        call |= {"core_attention_bias": BIAS}
+    elif not fields["enable_relative_embedding"]:
+        fields["self_attn_bias_type"] = None
     call |= {"encoded": turned(transposed, ENCODED)} if decoder else {}
     post = fields.pop("post")
     parallel = fields.pop("parallel") and not (decoder or post)

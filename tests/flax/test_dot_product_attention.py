@@ -159,6 +159,7 @@ def test_score_mod():
         ({"attn_mask_type": "padding"}, {}, "attn_mask_type='padding' needs mask="),
         ({"attn_bias_type": "alibi"}, {}, "attn_bias_type: expected one of"),
         ({"attn_bias_type": "no_bias"}, {"bias": BIAS}, "attn_bias_type='no_bias' but a bias was given"),
+        ({"attn_bias_type": "pre_scale_bias"}, {}, "attn_bias_type='pre_scale_bias' needs bias=, or is to be None"),
         ({"context_parallel_axis": "cp"}, {}, "context_parallel_axis: expected an axis of the mesh in force"),
         ({"context_parallel_strategy": "TREE"}, {}, "context_parallel_strategy: expected one of .*got 'TREE'"),
         ({"context_parallel_strategy": "RING"}, {}, "context_parallel_axis: expected the mesh axis that shards"),
@@ -175,7 +176,8 @@ def test_score_mod():
         ({"num_gqa_groups": 0}, {}, "num_gqa_groups: expected a positive integer, got 0"),
         ({}, {"mask": np.ones((9, 9), bool)}, r"mask: expected a shape that broadcasts to .*got \(9, 9\)"),
         ({"window_size": (1, 2, 3)}, {}, r"window: expected \(left, right\).*got \(1, 2, 3\)"),
-        ({}, {"sequence_descriptor": Q}, "sequence_descriptor: expected a SequenceDescriptor, such as"),
+        ({}, {"sequence_descriptor": Q[0]}, "sequence_descriptor: expected a SequenceDescriptor, such as"),
+        ({}, {"sequence_descriptor": PADDING, "mask": PADDING}, "sequence_descriptor: expected a SequenceDescriptor"),
         ({}, {"sequence_descriptor": PADDED, "mask": PADDING}, "got both mask and sequence_descriptor"),
         ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
         ({"num_attention_heads": 8}, {}, r"query: expected \[B, S, 8, 16\], got \[2, 16, 4, 16\]"),
@@ -186,6 +188,11 @@ def test_score_mod():
 def test_attention_misuse_is_named(fields, call, message):
     with pytest.raises(ValueError, match=message):
         DotProductAttention(**{"head_dim": D, "num_attention_heads": H, **fields}).apply({}, Q, K, V, **call)
+
+
+def test_a_mask_may_come_in_the_place_of_a_descriptor():
+    attend = DotProductAttention(D, H, attn_mask_type="padding")
+    testing.assert_same_bytes(attend.apply({}, Q, K, V, PADDING), attend.apply({}, Q, K, V, mask=PADDING))
 
 
 @pytest.mark.parametrize(

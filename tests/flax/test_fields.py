@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import pytest
 from fields import (
+    BASE,
     BY_STAGES,
     CHANGES,
     NO_EFFECT,
@@ -165,3 +166,31 @@ def test_fields_are_handed_on_to_all_inside(case):
     with nn.intercept_methods(listen):
         program("TransformerLayer", LAYERS[case])
     assert_fields_are_handed_on(modules)
+
+
+# --- Names -----------------------------------------------------------------------------------------------------------
+
+SPELLED = [
+    ("DotProductAttention", "qkv_layout", "BSHD_BS2HD", "bshd_bs2hd"),
+    ("DotProductAttention", "qkv_layout", "THD_THD_THD", "thd_thd_thd"),
+    ("DotProductAttention", "attn_bias_type", "NO_BIAS", "no_bias"),
+    ("DotProductAttention", "attn_bias_type", None, None),
+    ("DotProductAttention", "context_parallel_strategy", "allgather", "ALL_GATHER"),
+    ("DotProductAttention", "attn_mask_type", "causal_padding", "padding_causal"),
+    ("DotProductAttention", "attn_mask_type", "bottom_right_causal", "causal_bottom_right"),
+    ("DotProductAttention", "attn_mask_type", "causal_padding_bottom_right", "padding_causal_bottom_right"),
+    ("LayerNormMLP", "layernorm_type", "RMS_Norm", "rmsnorm"),
+    ("LayerNormMLP", "activations", ("SiLU", "linear"), ("silu", "linear")),
+    ("LayerNorm", "layernorm_type", "RMSNorm", "rmsnorm"),
+    ("TransformerLayer", "rotary_pos_emb_group_method", "Alternate", "alternate"),
+    ("TransformerLayer", "low_rank_adaptation_scope", "Exclude_MLP", "exclude_mlp"),
+    ("TransformerLayer", "low_rank_adaptation_scope", None, "none"),
+    ("TransformerLayer", "self_attn_mask_type", "causal-padding", "padding_causal"),
+    ("TransformerLayer", "layernorm_type", "batchnorm", "batchnorm"),
+]
+
+
+@pytest.mark.parametrize("name, field, given, here", SPELLED)
+def test_names_may_be_spelled_as_nvidias_are(name, field, given, here):
+    module = getattr(te_flax, name)(**BASE.get(name, {}) | {field: given})
+    assert getattr(module, field) == here and getattr(module.clone(), field) == here

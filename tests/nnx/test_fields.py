@@ -185,3 +185,9 @@ def test_dropout_of_a_layer_draws_from_the_stream_asked_for_and_no_other(rate):
     run = lambda seed: te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(params=0, mine=seed))(X)
     one, again, other = (str(jax.make_jaxpr(lambda seed=seed: run(seed))()) for seed in (1, 1, 2))
     assert one == again != other
+
+
+@pytest.mark.parametrize("name, field, given, here", test_fields.SPELLED[:-1])
+def test_names_may_be_spelled_as_nvidias_are(name, field, given, here):
+    module = getattr(te_nnx, name)(**BASE.get(name, {}) | {field: given}, rngs=nnx.Rngs(0))
+    assert getattr(module, field) == here

@@ -9,12 +9,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from transformer_engine_jax.flax.base import Fp8Module
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, LayerNormDenseParts
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention
 from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.modules.attention import (
-    QK_NORMS,
-    SCOPES,
     axes_of,
     by_head,
     check_kind,
@@ -32,7 +31,7 @@ from transformer_engine_jax.modules.attention import (
     rotated_qkv,
     rotations,
 )
-from transformer_engine_jax.modules.checks import check_common, check_positive, one_of
+from transformer_engine_jax.modules.checks import check_common, check_positive
 from transformer_engine_jax.modules.dense import ProjectionParts
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
@@ -40,7 +39,7 @@ from transformer_engine_jax.ops.dropout import Residual
 from transformer_engine_jax.sharding import constrain
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(Fp8Module):
     """Norm, projections, attention and the output projection; returns (out, the norm's output or None).
 
     Submodules `qkv` | `query`, `kv` | `query`, `key`, `value`, and `out`. scale_attn_logits=False leaves 1 /
@@ -124,8 +123,6 @@ class MultiHeadAttention(nn.Module):
         Raises:
           ValueError: shapes or options do not fit.
         """
-        one_of(self, "low_rank_adaptation_scope", SCOPES)
-        one_of(self, "qk_norm_type", QK_NORMS)
         check_common(self)
         check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups")
         is_self = inputs_kv is None or inputs_kv is inputs_q

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
-from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive
+from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive, respell
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
@@ -47,6 +47,10 @@ for _type in (AttentionState, GemmState):
 
 class Fp8Module(nn.Module):
     """A module with GEMMs, or attention: keeps a GemmState for each, `<gemm>_state`, and an AttentionState."""
+
+    def __post_init__(self):
+        respell(self)
+        super().__post_init__()
 
     @nn.nowrap
     def gemm_quantizers(

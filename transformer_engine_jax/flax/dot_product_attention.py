@@ -14,17 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.flax.base import Fp8Module, with_axes
 from transformer_engine_jax.modules.attention import context_parallel
-from transformer_engine_jax.modules.checks import check_positive, check_rate, one_of
-from transformer_engine_jax.ops.attention import SOFTMAX_TYPES, Attention, SequenceDescriptor, dot_product_attention
-from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES
+from transformer_engine_jax.modules.checks import check_common, check_positive, check_rate
+from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
 from transformer_engine_jax.ops.attention.decode import decode_attention
-from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
+from transformer_engine_jax.ops.attention.layouts import is_packed, unpack
 from transformer_engine_jax.ops.attention.op import check_broadcast
 from transformer_engine_jax.ops.attention.options import as_window
 from transformer_engine_jax.quantizers import keep
-
-# "causal_padding" too: both orders of the words are in use.
-MASK_NAMES = (*MASK_TYPES, "causal_padding", "causal_bottom_right_padding")
 
 
 class DotProductAttention(Fp8Module):
@@ -81,11 +77,13 @@ class DotProductAttention(Fp8Module):
     ) -> jax.Array:
         """query [B, S, H, D] (or packed as qkv_layout says), key [B, S, G, D], value [B, S, G, Dv] -> [B, S, H, Dv].
 
-        sequence_descriptor: the sequences of rows that are padded or packed. mask: bool, broadcastable to
-        [B, H, Sq, Sk], True is masked out. bias: likewise. cache_index: i32[] where keys and values are those of a KV
-        cache, the place in it of the first query: see ops.attention.decode.
+        sequence_descriptor: the sequences of rows that are padded or packed; or a mask, as NVIDIA's module has it.
+        mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out. bias: likewise. cache_index: i32[] where keys
+        and values are those of a KV cache, the place in it of the first query: see ops.attention.decode.
         """
         options = self.options()
+        if mask is None and getattr(sequence_descriptor, "ndim", 0) == 4:
+            mask, sequence_descriptor = sequence_descriptor, None
         self._check_call(sequence_descriptor, bias, mask, cache_index)
         given = query
         query, key, value = unpack(type(self).__name__, (query, key, value), self.qkv_layout)
@@ -144,11 +142,7 @@ class DotProductAttention(Fp8Module):
 
     @nn.nowrap
     def _check(self) -> None:
-        one_of(self, "attn_mask_type", MASK_NAMES)
-        one_of(self, "attn_bias_type", (None, *BIAS_TYPES))
-        one_of(self, "qkv_layout", tuple(LAYOUTS))
-        one_of(self, "softmax_type", SOFTMAX_TYPES)
-        one_of(self, "context_parallel_strategy", STRATEGIES)
+        check_common(self)
         check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups", "max_segments_per_seq")
         check_rate(self, "attention_dropout")
         groups = self.num_gqa_groups or self.num_attention_heads
@@ -164,7 +158,7 @@ class DotProductAttention(Fp8Module):
         if sequence_descriptor is not None and not isinstance(sequence_descriptor, SequenceDescriptor):
             raise self._error(
                 "sequence_descriptor: expected a SequenceDescriptor, such as SequenceDescriptor.from_seqlens(lengths), "
-                f"got {type(sequence_descriptor).__name__}"
+                f"or a mask [B, H, Sq, Sk], got {type(sequence_descriptor).__name__}"
             )
         if sequence_descriptor is not None and cache_index is not None:
             raise self._error(
@@ -188,6 +182,8 @@ class DotProductAttention(Fp8Module):
             )
         if bias is not None and self.attn_bias_type == "no_bias":
             raise self._error("attn_bias_type='no_bias' but a bias was given")
+        if bias is None and self.attn_bias_type not in (None, "no_bias"):
+            raise self._error(f"attn_bias_type={self.attn_bias_type!r} needs bias=, or is to be None")
 
     def _check_heads(self, query, key, value) -> None:
         groups = self.num_gqa_groups or self.num_attention_heads

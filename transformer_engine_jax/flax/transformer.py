@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.flax.attention import MultiHeadAttention
+from transformer_engine_jax.flax.base import Fp8Module
 from transformer_engine_jax.flax.layernorm import LayerNorm
 from transformer_engine_jax.flax.mlp import LayerNormMLP
 from transformer_engine_jax.flax.relative_positions import RelativePositionBiases
@@ -32,7 +33,7 @@ from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.dropout import Residual
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Fp8Module):
     """One layer of a Transformer.
 
     Submodules `attention`, `mlp`, `relpos_bias`, `output_layernorm`; with layer_type DECODER `self_attention` and

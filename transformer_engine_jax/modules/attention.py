@@ -25,12 +25,6 @@ from transformer_engine_jax.precision import Product, in_fp8
 from transformer_engine_jax.quantizers import keep
 from transformer_engine_jax.sharding import activation_axes, with_whole_heads, with_whole_parts
 
-SCOPES = ("none", "all", *(f"{how}{what}" for how in ("", "exclude_") for what in ("qkv_proj", "output_proj", "mlp")))
-
-
-QK_NORMS = (None, "layernorm", "rmsnorm", "l2norm")
-
-
 CHECKPOINT_NAMES = {
     "qkv": "combined_qkv_proj",
     "kv": "combined_kv_proj",

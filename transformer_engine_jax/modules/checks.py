@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES
+from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES
+from transformer_engine_jax.ops.attention.options import SOFTMAX_TYPES
 from transformer_engine_jax.ops.layernorm import check_epsilon
 from transformer_engine_jax.ops.rope import GROUPS
 
@@ -15,15 +18,56 @@ def canonical_tuple(value) -> tuple:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def one_of(module: Any, field: str, allowed: Sequence, note: str = "") -> None:
+def one_of(module: Any, field: str, allowed: Sequence) -> None:
     """Raises ValueError where a field of a module is not among those allowed."""
     value = getattr(module, field)
     if value not in allowed:
-        raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}{note}")
+        raise ValueError(f"{type(module).__name__}.{field}: expected one of {list(allowed)}, got {value!r}")
 
+
+# Of which projections a low_rank_adaptation_scope speaks.
+SCOPES = ("none", "all", *(f"{how}{what}" for how in ("", "exclude_") for what in ("qkv_proj", "output_proj", "mlp")))
 
 # Fields of several modules, and what they may be.
-CHOICES = {"layernorm_type": ("layernorm", "rmsnorm"), "rotary_pos_emb_group_method": GROUPS}
+CHOICES = {
+    "layernorm_type": ("layernorm", "rmsnorm"),
+    "rotary_pos_emb_group_method": GROUPS,
+    "qk_norm_type": (None, "layernorm", "rmsnorm", "l2norm"),
+    "attn_mask_type": MASK_TYPES,
+    "self_attn_mask_type": MASK_TYPES,
+    "attn_bias_type": (None, *BIAS_TYPES),
+    "self_attn_bias_type": (None, *BIAS_TYPES),
+    "qkv_layout": tuple(LAYOUTS),
+    "softmax_type": SOFTMAX_TYPES,
+    "context_parallel_strategy": STRATEGIES,
+    "low_rank_adaptation_scope": SCOPES,
+}
+
+
+def respelled(name: Any, allowed: Sequence) -> Any:
+    """The one of `allowed` that a name is in other letters, without or with other underscores, or in another order.
+
+    NVIDIA's modules take "BSHD_BSHD_BSHD", "RMSNorm" and "causal_padding". A name of none is given back as it is.
+    """
+    if not isinstance(name, str):
+        return "none" if name is None and "none" in allowed else name
+    words = lambda text: text.lower().strip().replace("-", "_").split("_")
+    for key in ("".join, sorted):
+        found = [one for one in allowed if one and key(words(one)) == key(words(name))]
+        if found:
+            return found[0]
+    return name
+
+
+def respell(module: Any) -> None:
+    """Fields of names as they are spelled here: those of CHOICES, and activations in lower case."""
+    for field, allowed in CHOICES.items():
+        if hasattr(module, field):
+            setattr(module, field, respelled(getattr(module, field), allowed))
+    for field in ("activations", "mlp_activations"):
+        names = getattr(module, field, None)
+        if isinstance(names, tuple | list):
+            setattr(module, field, tuple(name.lower() if isinstance(name, str) else name for name in names))
 
 
 def check_common(module: Any) -> None:

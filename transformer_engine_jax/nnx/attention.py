@@ -13,8 +13,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.modules.attention import (
-    QK_NORMS,
-    SCOPES,
     axes_of,
     by_head,
     check_ranks,
@@ -31,7 +29,7 @@ from transformer_engine_jax.modules.attention import (
     rotated_qkv,
     rotations,
 )
-from transformer_engine_jax.modules.checks import check_positive, one_of
+from transformer_engine_jax.modules.checks import check_positive
 from transformer_engine_jax.nnx.base import Fp8Module, module
 from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral
 from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
@@ -97,8 +95,6 @@ class MultiHeadAttention(Fp8Module):
 
     def __post_init__(self, kernel_init, bias_init, rngs):
         self.freeze_fields()
-        one_of(self, "low_rank_adaptation_scope", SCOPES)
-        one_of(self, "qk_norm_type", QK_NORMS)
         check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups")
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         inits, is_self = dict(bias_init=bias_init, rngs=rngs), self.in_kv_features is None

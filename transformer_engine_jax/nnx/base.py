@@ -14,7 +14,7 @@ from flax import nnx
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
-from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive
+from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive, respell
 from transformer_engine_jax.nnx.state import Fp8AttentionState, Fp8GemmState, Fp8State, recipe_of_state
 from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.low_rank import low_rank
@@ -45,7 +45,8 @@ class Fp8Module(nnx.Module):
     """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8GemmState."""
 
     def freeze_fields(self) -> None:
-        """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See check_common too."""
+        """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See respell too."""
+        respell(self)
         check_common(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
