@@ -20,7 +20,8 @@ from transformer_engine_jax.recipe import DelayedScaling, Recipe
 class MeshResource:
     """Names of the mesh axes used for each kind of parallelism; None where it is not used.
 
-    dp and fsdp may both be set, to two axes, over both of which the batch then is sharded, or to one; tp and tpsp too.
+    dp and fsdp may both be set, to two axes, over both of which the batch then is sharded, or to one. tp and tpsp may
+    too, but one of two axes must have one device: the other splits kernels and, between products, sequences.
     pp and ep are for NVIDIA's signature, and not read: stages and experts are sharded by the user's own shard_map.
 
     Raises:

@@ -32,7 +32,7 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 def logical_axis_rules(resource: MeshResource) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
     """Logical axis -> mesh axes under a MeshResource."""
     batch = tuple(dict.fromkeys(a for a in (resource.dp_resource, resource.fsdp_resource) if a))
-    tensor = resource.tp_resource or resource.tpsp_resource
+    tensor = _tensor_axis(resource)
     return (
         ("batch", batch or None),
         ("seqlen", resource.cp_resource),
@@ -49,8 +49,20 @@ def logical_axis_rules(resource: MeshResource) -> tuple[tuple[str, str | tuple[s
 
 def tensor_parallel() -> bool:
     """Whether the MeshResource in force splits kernels over several devices."""
-    resource = current().mesh_resource
-    return _size(resource.tp_resource or resource.tpsp_resource) > 1
+    return _size(_tensor_axis(current().mesh_resource)) > 1
+
+
+def _tensor_axis(resource: MeshResource) -> str | None:
+    """The mesh axis that splits kernels: tp or, where that has one device, tpsp; ValueError where both have several."""
+    tp, tpsp = resource.tp_resource, resource.tpsp_resource
+    if tp is None or tpsp is None or tp == tpsp:
+        return tp or tpsp
+    if _size(tp) > 1 and _size(tpsp) > 1:
+        raise ValueError(
+            f"MeshResource: expected tp_resource={tp!r} or tpsp_resource={tpsp!r} to have one device in the mesh in "
+            f"force, as one axis splits kernels, got {_size(tp)} and {_size(tpsp)}"
+        )
+    return tpsp if _size(tpsp) > 1 else tp
 
 
 def gathered_axis(axes: Axes, shape: Sequence[int]) -> int | None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import testing
+from transformer_engine_jax.sharding import tensor_parallel
 
 X = jnp.ones((4, 8, 32))
 MODULE = te_flax.LayerNormMLP(intermediate_dim=64, layernorm_input_axes=("batch", "seqlen", None))
@@ -70,3 +71,28 @@ def test_rules_of_flax_leave_the_mesh_resource_what_they_do_not_name():
 def test_logical_axes_may_be_none(module):
     with te.autocast(True):
         module.init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("sizes, axis", [((2, 1, 2), "sequence"), ((2, 2, 1), "tensor")])
+def test_of_tp_and_tpsp_the_axis_with_several_devices_splits_kernels(sizes, axis):
+    mesh, resource = (
+        testing.mesh_of(sizes, ("data", "tensor", "sequence")),
+        te.MeshResource("data", "tensor", "sequence"),
+    )
+    x = jnp.asarray(jax.random.normal(jax.random.key(1), X.shape))
+    fields = dict(layernorm_input_axes=("batch", "seqlen_tp", None), dot_2_input_axes=("batch", "seqlen", "mlp"))
+    module = te_flax.LayerNormMLP(intermediate_dim=64, **fields)
+    with testing.on_mesh(mesh), te.autocast(False, mesh_resource=resource):
+        rules = dict(te_flax.extend_logical_axis_rules(()))
+        assert rules["mlp"] == rules["heads"] == axis and rules["seqlen_tp"] == (axis,) and tensor_parallel()
+        placed = steps.place(mesh, module.init(jax.random.key(0), X), resource)
+        assert placed["params"]["wo_kernel"].sharding.spec[0] == axis
+        y = jax.jit(module.apply)(placed, testing.shard(mesh, x, P("data")))[0]
+    testing.assert_close(jax.device_get(y), module.apply(VARIABLES, x)[0], 4 * testing.epsilon(jnp.float32))
+
+
+def test_one_axis_splits_kernels():
+    mesh = testing.mesh_of((2, 2), ("tensor", "sequence"))
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=te.MeshResource(None, "tensor", "sequence")):
+        with pytest.raises(ValueError, match="tp_resource='tensor' or tpsp_resource='sequence' to have one device"):
+            te_flax.extend_logical_axis_rules(())
