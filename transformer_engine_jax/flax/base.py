@@ -97,7 +97,7 @@ class Fp8Module(nn.Module):
                     "A transform around it, such as nn.scan or nn.vmap, does not let it be made: name its collection "
                     f"there, variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}}"
                 )
-            where = f"{type(self).__name__} {'/'.join(self.path)}"
+            where = " ".join([type(self).__name__, "/".join(self.path)]).rstrip()
             raise ValueError(f"{where}: FP8 state {name!r} is not among the variables. {remedy}")
         return kind.of(self.variable(STATE_COLLECTION, name, kind.create, current().recipe).value)
 
