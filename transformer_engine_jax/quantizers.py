@@ -21,7 +21,7 @@ from transformer_engine_jax.differentiable import align, differentiable
 from transformer_engine_jax.ops.state import BINS, Scaling
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates, scaling_of, start, update
 from transformer_engine_jax.recipe import DelayedScaling, Recipe
-from transformer_engine_jax.tracing import once
+from transformer_engine_jax.tracing import made, once
 
 
 class QuantizerSpec(NamedTuple):
@@ -93,11 +93,15 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> l
     """_attach at the level of tracing where the states live, and once there.
 
     Attaching inside the body of a scan, or in each of two calls of one model, would add up updated states, and
-    double the scale, where adding up the reports is what is wanted.
+    double the scale, where adding up the reports is what is wanted. So would adding an updated state to one that a call
+    before kept: that is attached which the other hands on.
     """
+    if kept := made("kept", [states.packed]):
+        _, states = kept
 
     def attached() -> list[Quantizer]:
-        return [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(_attach(specs, states), specs))]
+        views = [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(_attach(specs, states), specs))]
+        return once("attached", [states.packed], lambda: views)  # whatever the specs: see _kept_once
 
     return once(("attached", specs), [states.packed], attached)
 
@@ -209,16 +213,16 @@ def attention_quantizers(
         return AttentionQuantizers(state if recipe.stateful else None, quantizer_spec())
 
 
-def _keep_forward(_, states):
-    first = jax.tree.leaves(states)[0].ravel()[0]
-    return jax.lax.select(first > 0, jnp.float32(0), jnp.float32(0)), states
+def _keep_forward(_, state):
+    first = state.packed.ravel()[0]
+    return (jax.lax.select(first > 0, jnp.float32(0), jnp.float32(0)), state), state
 
 
-def _keep_backward(_, states, cotangent):
-    del cotangent
-    (state,) = states
+def _keep_backward(_, state, cotangents):
+    _, updated = cotangents
     # A sum of n states, as of calls that could not see one another, must not grow n times with every step.
-    return ((type(state)(state.packed / jnp.maximum(state.packed[..., 1:2], 1.0)),),)
+    kept = type(state)(state.packed / jnp.maximum(state.packed[..., 1:2], 1.0))
+    return (updated.or_where_unused(kept),)
 
 
 _keep = differentiable(_keep_forward, _keep_backward)
@@ -255,5 +259,7 @@ def _differentiable(x: Any) -> bool:
 
 
 def _kept_once(state: QuantizerStates) -> jax.Array:
-    """f32[] 0, of which any cotangent makes the state's the state."""
-    return once("kept", [state.packed], lambda: _keep(None, (state,)))
+    """f32[] 0, of which any cotangent makes the state's the state, unless a call updates it."""
+    if attached := made("attached", [state.packed]):
+        return attached[0].observed[0]
+    return once("kept", [state.packed], lambda: _keep(None, state))[0]

@@ -22,8 +22,7 @@ def once(what: Hashable, arrays: Sequence[Any], make: Callable[[], Any]) -> Any:
 
     Each time anew where they are not traced, or not all at one level, and where JAX looks for leaked tracers.
     """
-    traced = all(isinstance(x, jax.core.Tracer) for x in arrays) and len({id(x._trace) for x in arrays}) == 1
-    if not traced or jax.config.jax_check_tracer_leaks:
+    if not _at_one_level(arrays):
         return make()
     trace = arrays[0]._trace
     known, key = kept_on(trace, "_te_once"), (what, *map(id, arrays))
@@ -31,6 +30,17 @@ def once(what: Hashable, arrays: Sequence[Any], make: Callable[[], Any]) -> Any:
         with set_current_trace(trace), jax.sharding.use_abstract_mesh(jax.typeof(arrays[0]).sharding.mesh):
             known[key] = (make(), arrays)  # the arrays too, lest an id be used again
     return known[key][0]
+
+
+def made(what: Hashable, arrays: Sequence[Any]) -> Any:
+    """What `once` made of these arrays, None where it did not yet."""
+    known = kept_on(arrays[0]._trace, "_te_once") if _at_one_level(arrays) else {}
+    return known.get((what, *map(id, arrays)), (None,))[0]
+
+
+def _at_one_level(arrays: Sequence[Any]) -> bool:
+    traced = all(isinstance(x, jax.core.Tracer) for x in arrays) and len({id(x._trace) for x in arrays}) == 1
+    return traced and not jax.config.jax_check_tracer_leaks
 
 
 def trace_of(fn: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Traced:

@@ -336,6 +336,7 @@ def test_flax_shows_results_of_modules():
     with steps.autocast(DELAYED):
         for module in (MHA(), lora):
             assert type(module).__name__ in module.tabulate(jax.random.key(0), X)
+            module.tabulate(jax.random.key(0), X, compute_flops=True)  # which calls what modules call, by itself
         _, updates = MHA().apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(updates["intermediates"]))
     assert "qkv" not in updates["intermediates"]  # it has no result of its own

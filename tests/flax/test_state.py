@@ -127,6 +127,80 @@ def test_states_restored_as_mappings_go_on_as_states_do(restored, jit):
     testing.assert_same_bytes(states_of(raw), states_of(variables))
 
 
+# A call of 8 rows is in FP8, one of 4 is not.
+BY_ROWS = te.recipe.DelayedScaling(amax_history_len=4, fp8_gemms=lambda m, k, n: m >= 8)
+
+
+@pytest.mark.parametrize("calls", [(8, 4), (4, 8), (8, 4, 8), (4, 8, 4, 8)], ids=str)
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_calls_that_are_not_in_fp8_leave_the_update_to_those_that_are(calls, jit):
+    model = DenseGeneral(features=16)
+    with steps.autocast(BY_ROWS):
+        variables = steps.settle(model.apply, steps.init(model, X, rec=BY_ROWS), X)
+
+        def after(variables, calls):
+            loss = lambda v, scale: sum(model.apply(v, scale * X[:rows]).sum() for rows in calls)
+            for scale in (1.0, 9.0, 1.0):
+                state = jit(jax.grad(loss))(variables, scale)[STATE_COLLECTION]
+                variables = {**variables, STATE_COLLECTION: state}
+            return state["gemm_state"]
+
+        in_fp8 = after(variables, [rows for rows in calls if rows == 8])
+        testing.assert_same_bytes(after(variables, calls), in_fp8)
+        assert in_fp8.x.uses == 1 and in_fp8.x.amax_history.max() >= 9 * jnp.abs(X).max()
+
+
+def test_what_is_called_in_fp8_to_no_end_is_not_lost():
+    """Beside a call that is not in FP8: a step without an amax, of which the scale stays."""
+    model = DenseGeneral(features=16)
+    with steps.autocast(BY_ROWS):
+        variables = steps.settle(model.apply, steps.init(model, X, rec=BY_ROWS), X)
+        loss = lambda v: (model.apply(v, X[:4]).sum(), model.apply(v, X))[0]
+        for order in (loss, lambda v: (model.apply(v, X), model.apply(v, X[:4]).sum())[1]):
+            state = jax.grad(order)(variables)[STATE_COLLECTION]["gemm_state"]
+            before = variables[STATE_COLLECTION]["gemm_state"]
+            testing.assert_same_bytes(state.x.scale, before.x.scale)
+            assert state.x.amax_history.max() == before.x.amax_history.max()
+
+
+@pytest.mark.parametrize("dropped", [(True, False), (False, True)], ids=str)
+def test_attention_with_and_without_dropout_updates_its_state_once(dropped):
+    """FP8 has no dropout."""
+    rec = te.recipe.DelayedScaling(amax_history_len=4, fp8_dpa=True)
+    model, x = te_flax.MultiHeadAttention(head_dim=8, num_attention_heads=2, attention_dropout=0.5), X[None]
+    with steps.autocast(rec):
+        variables = steps.init(model, x, rec=rec, deterministic=True)
+
+        def after(calls):
+            def loss(v):
+                keys = {"dropout": jax.random.key(0)}
+                return sum(model.apply(v, x, deterministic=not drops, rngs=keys)[0].sum() for drops in calls)
+
+            return jax.grad(loss)(variables)[STATE_COLLECTION]["core_attention"]["attention_state"]
+
+        testing.assert_same_bytes(after(dropped), after((False,)))
+
+
+class OfItsOwn(nn.Module):
+    """A layer under a recipe of the model's, and one under that of its surroundings."""
+
+    @nn.compact
+    def __call__(self, x):
+        with te.autocast(True, te.recipe.DelayedScaling(amax_history_len=3)):
+            x = DenseGeneral(features=16, name="own")(x)
+        return DenseGeneral(features=16, name="given")(x)
+
+
+@pytest.mark.parametrize("rec", [DELAYED, CURRENT, None], ids=["delayed", "current", "off"])
+def test_a_recipe_that_a_model_sets_itself_is_heeded(rec):
+    model = OfItsOwn()
+    variables, expected = steps.init(model, X), steps.init(model, X, rec=rec)
+    with te.autocast(rec is not None, rec):
+        made = te_flax.init_state(model, {"params": variables["params"]}, X)
+        testing.assert_same_bytes(made[STATE_COLLECTION], expected[STATE_COLLECTION])
+        jax.eval_shape(model.apply, made, X)
+
+
 def test_states_survive_flaxs_serialization():
     """By their names; also where there are none, and of stacked layers."""
     for state in (te.GemmState.create(DELAYED), te.GemmState.create(CURRENT), te.AttentionState.create(DELAYED, (3,))):
@@ -156,7 +230,7 @@ def test_states_that_fit_are_kept_and_others_start_anew():
         made = te_flax.init_state(MLP, settled, X, deterministic=True)
         testing.assert_same_bytes(made, dict(settled))  # a recipe that needs none loses none
     with pytest.raises(ValueError, match="init_state: expected a call inside fp8_autocast"):
-        te_flax.init_state(MLP, settled, X)
+        te_flax.init_state(MLP, settled, X, deterministic=True)
 
 
 def test_the_state_of_attention_outlives_a_recipe_without_it():

@@ -43,6 +43,22 @@ def train_step(model, optimizer):
 # --- A training step -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("calls", [(8, 4), (4, 8)], ids=str)
+def test_calls_that_are_not_in_fp8_leave_the_update_to_those_that_are(calls):
+    """By their rows."""
+    model = te_nnx.DenseGeneral(K, 16, rngs=nnx.Rngs(0))
+    with steps.autocast(recipe.DelayedScaling(amax_history_len=4, fp8_gemms=lambda m, k, n: m >= 8)):
+        te_nnx.init_fp8_state(model)
+
+        @partial(nnx.jit, static_argnums=1)
+        def after(model, calls):
+            loss = lambda model: sum(model(X[0, :rows]).sum() for rows in calls)
+            te_nnx.update_state(model, nnx.grad(loss, argnums=WITH_STATE)(model))
+            return states(model)
+
+        testing.assert_same_bytes(after(nnx.clone(model), calls), after(nnx.clone(model), (8,)))
+
+
 def test_a_step_updates_the_state_and_the_optimizer_never_sees_it():
     model = twins.make(Layer)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

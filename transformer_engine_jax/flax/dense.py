@@ -45,6 +45,7 @@ class _Dense(Fp8Module):
     quantization_checkpoint_name: str | None = None
     parameters_split: ParametersSplit | None = None
 
+    @nn.nowrap
     def _make_kernel(self, inputs: Sequence[int]) -> tuple[Kernel, jax.Array | None]:
         """(kernel [inputs.., features..], bias or None)."""
         features = sizes_of(self, "features")

@@ -13,26 +13,27 @@ import jax.numpy as jnp
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.quantized import QuantizerStates
+from transformer_engine_jax.recipe import DelayedScaling
 
 
 def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict[str, Any]:
-    """The variables with the FP8 state that the recipe of the autocast in force needs; nothing is computed.
+    """The variables with the FP8 state that the recipes in force in a call need; nothing is computed.
 
     Args:
       model: any Linen module.
-      variables: of the model, with or without FP8 state. What the recipe does not need stays, as does state that fits.
+      variables: of the model, with or without FP8 state. What no recipe needs stays, as does state that fits.
       args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs.
 
     Returns:
-      All collections of `variables`, and the state's where the recipe needs one.
+      All collections of `variables`, and the state's where a recipe needs one.
 
     Raises:
-      ValueError: autocast is off.
+      ValueError: autocast is off, here and in the model.
     """
-    if current().recipe is None:
-        raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
     rest = {name: collection for name, collection in variables.items() if name != STATE_COLLECTION}
     needed = shapes_of_call(model, rest, args, kwargs, [STATE_COLLECTION]).get(STATE_COLLECTION, {})
+    if current().recipe is None and not needed:
+        raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
     old = flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))
 
     def fresh(path, state: QuantizerStates) -> QuantizerStates:
@@ -42,7 +43,8 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         kept = type(state).of(kept)
         if isinstance(kept, type(state)) and jnp.shape(kept.packed) == state.packed.shape:
             return kept
-        return state.create(current().recipe, state.layout[0])
+        stacked, _, length = state.layout  # of the recipe in force there, which the model may have set itself
+        return state.create(DelayedScaling(amax_history_len=length), stacked)
 
     is_state = lambda x: isinstance(x, QuantizerStates)
     state = _merged(old, jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=is_state))
