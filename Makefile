@@ -32,12 +32,16 @@ else
   STATE := $(VENV)/make
 endif
 
+GPU :=
 ifeq ($(CUDA),AUTO)
   GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q 'GPU 0' && { command -v nvcc || echo "$$CUDACXX"; })
-else ifeq ($(filter $(CUDA),0 OFF),)
+else ifneq ($(filter $(CUDA),1 ON),)
   override CUDA := ON
-else
+  GPU := demanded
+else ifneq ($(filter $(CUDA),0 OFF),)
   override CUDA := OFF
+else
+  $(error CUDA: expected 1, 0 or AUTO, got '$(CUDA)')
 endif
 EXTRAS := test examples $(if $(GPU),cuda13)
 SETTINGS := $(PYTHON) $(CUDA) $(EXTRAS)
@@ -68,7 +72,7 @@ format: $(STATE)/packages  ## bring Python and C++ into the project's format
 
 clean:  ## remove all that make has made: builds, caches and .venv
 	rm -rf build dist .venv .pytest_cache .ruff_cache .hypothesis
-	find cpp examples tests transformer_engine_jax -name __pycache__ -prune -exec rm -rf {} +
+	find benchmarks cpp examples tests transformer_engine_jax -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*##/\t/' | expand -t 12
