@@ -122,14 +122,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return checked(parser.parse_args(argv))
 
 
+# Of a command, or of all: times have a spread from two on, and those of the first steps do not count.
+LEAST = {("train", "first_seed"): 0, ("memory", "layers"): 0, ("train", "steps"): 3, "rounds": 2}
+
+
 def checked(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments; SystemExit where one counts less of something than can be, or the rows have no place to go."""
     for name, given in vars(args).items():
-        least = 0 if name == "first_seed" or (args.what, name) == ("memory", "layers") else 1
+        least = LEAST.get((args.what, name), LEAST.get(name, 1))
         for number in given if isinstance(given, list) else [given]:
             if type(number) is int and number < least:
                 flag = "--" + name.replace("_", "-")
                 raise SystemExit(f"benchmarks {args.what}: {flag}: expected {least} or more, got {number}")
+    configs = [args.config] if isinstance(getattr(args, "config", []), str) else getattr(args, "config", [])
+    trains = args.what in ("stack", "train") or (args.what == "memory" and args.layers > 0)
+    if trains and (dropping := [config for config in configs if SHAPES[config].dropout]):
+        raise SystemExit(
+            f"benchmarks {args.what}: --config: expected shapes without dropout, got {', '.join(dropping)}"
+        )
     path = getattr(args, "json", None)
     if path and (path.is_dir() or not path.parent.is_dir()):
         raise SystemExit(f"benchmarks {args.what}: --json: expected a file in a folder that exists, got {path}")

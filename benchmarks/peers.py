@@ -124,6 +124,7 @@ def _options(shape: Shape) -> dict[str, Any]:
         layernorm_type="rmsnorm" if shape.rmsnorm else "layernorm",
         hidden_dropout=shape.dropout,
         attention_dropout=0.0,
+        intermediate_dropout=0.0,
         mlp_activations=("silu", "linear") if shape.gated else ("gelu",),
         use_bias=shape.biases,
         self_attn_mask_type="causal",

@@ -22,7 +22,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
-        first, median, third = statistics.quantiles(samples, n=4)
+        first, median, third = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, (third - first) / median)
 
 

@@ -7,6 +7,7 @@
 The training step itself is in gpt/training.py.
 """
 
+import math
 import shlex
 import sys
 import time
@@ -63,6 +64,10 @@ def train(options: Options, name: str, data: Data, interruption: Interruption) -
                 while len(pending) > count:
                     step, loss = pending.popleft()
                     loss = float(loss)
+                    if not math.isfinite(loss):
+                        raise UsageError(
+                            f"the loss of {name} is {loss} at step {step}: take less than --lr {options.lr}"
+                        )
                     speed = (step - start) * options.batch * options.seq / (time.perf_counter() - began)
                     record.train(step, loss, speed)
                     show(step, loss, speed)

@@ -122,6 +122,8 @@ def test_calibrating_computes_in_high_precision_and_records():
         return jax.value_and_grad(loss)(v)
 
     plain, plain_gradients = jax.jit(step)(variables, X)
+    with te.fp8_autocast(enabled=True, calibrating=True):
+        assert not current().calibrating, "what runs in FP8 records anyway"
     with te.fp8_autocast(enabled=False, calibrating=True):
         value, gradients = jax.jit(step)(variables, X)
     with te.fp8_autocast(enabled=True):
@@ -161,6 +163,14 @@ def test_update_collections_leaves_parameters_alone_that_have_a_state_s_names():
     jax.tree.map(
         np.testing.assert_array_equal, te.update_collections({"params": params}, {"params": params}), {"params": params}
     )
+
+
+def test_update_collections_keeps_an_attention_state_that_went_unused():
+    states = [te.QuantizerState(jnp.float32(s), jnp.full(4, jnp.float32(448 / s))) for s in (2.0, 3.0, 5.0)]
+    old = te.AttentionState.pack(**dict(zip(te.AttentionState.TENSORS, states)))
+    unused = {"s": {"attention_state": jax.tree.map(jnp.zeros_like, old)}}
+    merged = te.update_collections(unused, {"s": {"attention_state": old}})
+    np.testing.assert_array_equal(merged["s"]["attention_state"].packed, old.packed)
 
 
 def test_what_a_nested_context_leaves_open_stays_as_it_is():

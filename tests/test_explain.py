@@ -20,7 +20,10 @@ from transformer_engine_jax.decisions import decided
 from transformer_engine_jax.explain import _compiled, _products
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention import backends
+from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.gemm import gemm
+from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
+from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
 from transformer_engine_jax.ops.quantize import quantize
 
 X = jax.ShapeDtypeStruct((2, 16, 32), jnp.bfloat16)
@@ -60,7 +63,31 @@ def test_products_of_a_step_with_their_sizes_and_formats(fp8_mlp):
         ("backward", 32, 48, 32, dgrad), ("backward", 48, 32, 32, wgrad),
         ("backward", 32, 32, 48, dgrad), ("backward", 32, 48, 32, wgrad),
     ])  # fmt: skip
-    assert {r.options["split_accumulator"] for r in rows_of(fp8_mlp, "gemm")} == {False, True}
+
+
+PRODUCTS = {
+    "dense": lambda x, k, q: dense(x, k, quantizers=q),
+    "layernorm_dense": lambda x, k, q: layernorm_dense(x, jnp.ones(32), None, k, quantizers=q),
+    "layernorm_projections": lambda x, k, q: layernorm_projections(x, jnp.ones(32), None, [k], [None], quantizers=[q])[
+        0
+    ][0],
+}
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+@pytest.mark.parametrize("split", ["fprop", "dgrad", "wgrad"])
+def test_each_product_adds_up_as_the_recipe_says_of_it(op, split):
+    params = {f"fp8_gemm_{kind}": recipe.MMParams(kind == split) for kind in ("fprop", "dgrad", "wgrad")}
+    rec = recipe.DelayedScaling(**params)
+
+    def loss(x, kernel, state):
+        return PRODUCTS[op](x, kernel, te.gemm_quantizers(state, rec)).astype(jnp.float32).sum()
+
+    arguments = X, jnp.ones((32, 48)), te.GemmState.create(rec)
+    rows = rows_of(te.explain(jax.value_and_grad(loss, argnums=(0, 1)), *arguments), "gemm")
+    kind = lambda row: "fprop" if row.phase == "forward" else "dgrad" if row.sizes["k"] == 48 else "wgrad"
+    found = {kind(row): row.options["split_accumulator"] for row in rows}
+    assert len(rows) == 3 and found == {kind: kind == split for kind in ("fprop", "dgrad", "wgrad")}
 
 
 def test_casts_say_where_they_are_fused(fp8_mlp):

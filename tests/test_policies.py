@@ -14,6 +14,7 @@ from steps import CURRENT, DELAYED
 
 from transformer_engine_jax import policies, testing
 from transformer_engine_jax.flax import DenseGeneral, LayerNormDenseGeneral, LayerNormMLP
+from transformer_engine_jax.ops.quantize import E4M3, quantize
 
 named = jax.checkpoint_policies.save_only_these_names
 both = jax.checkpoint_policies.save_from_both_policies
@@ -139,3 +140,18 @@ def test_a_scan_stacks_bytes(policy):
     dtypes = carried_and_stacked(step.jaxpr)
     assert ("uint8" in dtypes) == (policy is not None)
     assert not any(dtype.startswith("float8") for dtype in dtypes), dtypes
+
+
+def test_what_is_saved_in_fp8_is_saved_as_it_is():
+    """JAX rounds what it saves to its own precision, which for FP8 would be IEEE's: no value above 240."""
+    x = jnp.linspace(200.0, 448.0, 8)[None]
+
+    def forward(x):
+        q = quantize(x, jnp.float32(1), dtype=E4M3).q
+        return q.astype(jnp.float32).sum(), q
+
+    op = jax.custom_vjp(lambda x: forward(x)[0])
+    op.defvjp(forward, lambda q, dy: (q.astype(jnp.float32) * dy,))
+    plain = lambda x: op(x * 1.0)
+    saved = jax.checkpoint(plain, policy=jax.checkpoint_policies.everything_saveable)
+    testing.assert_same_bytes(jax.jit(jax.grad(saved))(x), jax.jit(jax.grad(plain))(x))

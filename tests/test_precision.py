@@ -14,7 +14,7 @@ import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import precision, recipe, testing
-from transformer_engine_jax.precision import Product, gain
+from transformer_engine_jax.precision import BYTE, Product, gain, in_fp8
 
 X = jax.random.normal(jax.random.key(0), (4, 16, 64), jnp.bfloat16)
 LAYER = te_flax.TransformerLayer(
@@ -152,3 +152,16 @@ def test_gain_grows_with_size_and_shrinks_with_devices():
     gains = [gain([p]) for p in sizes]
     assert gains == sorted(gains) and gains[0] < 0 < gains[-1]
     assert gain([sizes[-1]], devices=8) < gain([sizes[-1]]) / 8
+
+
+def test_products_that_read_one_input_cast_it_once_and_each_has_its_launches():
+    product = Product(8192, 1536, 1536)
+    assert gain([product] * 2) == pytest.approx(2 * gain([product]) + 4 * BYTE * product.m * product.k)
+
+
+def test_products_are_those_of_one_device(on_gpu):
+    products = [Product(8192, 1536, 1536)]
+    with te.autocast(True):
+        assert in_fp8(products)[0]
+        with testing.on_mesh(testing.mesh_of((8,), ("data",))):
+            assert not in_fp8(products)[0]

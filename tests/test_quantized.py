@@ -8,7 +8,7 @@ import pytest
 from transformer_engine_jax import autocast, recipe
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, observe
 from transformer_engine_jax.ops.state import mended, read, report
-from transformer_engine_jax.quantized import GemmState, QuantizerStates
+from transformer_engine_jax.quantized import GemmState, QuantizerState, QuantizerStates
 from transformer_engine_jax.quantized import update as update_from_reports
 from transformer_engine_jax.quantizers import QuantizerSpec, attach, keep
 
@@ -279,3 +279,42 @@ def test_no_tracer_outlives_its_trace():
     with jax.checking_leaks():
         jax.jit(jax.grad(used), static_argnums=1)(Single.create(DELAYED), 7.0)
         jax.jit(jax.grad(jax.checkpoint(used, static_argnums=1)), static_argnums=1)(Single.create(DELAYED), 7.0)
+
+
+# --- What casts are told of a recipe ---------------------------------------------------------------------------------
+
+
+def scale_taken(r, state, amax=None) -> float:
+    """The scale that a cast takes in a step that starts from this state."""
+    (quantizer,) = attach(state, [spec(r)])
+    operand = amax if quantizer.scale is None else quantizer.scale
+    return float(quantizer.scaling.scales(operand, E4M3).scale)
+
+
+# Of three added states, each with a scale of 10 and amaxes (7, 5, 2), newest second.
+THREE = Single.pack(only=QuantizerState(jnp.float32(30), jnp.float32([21, 5, 6]), jnp.float32(3)))
+RULES = {
+    "max, margin": (dict(margin=1), 448 / 7 / 2),
+    "most recent, margin": (dict(margin=1, amax_compute_algo="most_recent"), 448 / 5 / 2),
+    "a function of the history": (dict(amax_compute_algo=lambda history: history[0]), 448 / 5),
+    "a function of the amax": (dict(scaling_factor_compute_algo=lambda amax, s, largest, r: largest / amax / 4), 16),
+}
+
+
+@pytest.mark.parametrize("fields, scale", RULES.values(), ids=RULES)
+def test_a_step_starts_from_added_states_by_the_recipe_s_rule(fields, scale):
+    r = recipe.DelayedScaling(amax_history_len=3, **fields)
+    np.testing.assert_allclose(scale_taken(r, THREE), scale, rtol=1e-6)
+    empty = Single.pack(only=QuantizerState(jnp.float32(30), jnp.zeros(3), jnp.float32(3)))
+    assert scale_taken(r, empty) == 10, "without an amax that of each"
+
+
+def test_current_scaling_hands_on_what_the_recipe_says():
+    assert scale_taken(recipe.Float8CurrentScaling(amax_epsilon=2.0), None, jnp.float32(0.5)) == 448 / 2
+    assert scale_taken(recipe.Float8CurrentScaling(use_power_2_scales=True), None, jnp.float32(3)) == 128
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_function_s_scale_that_cannot_be_is_not_taken(bad):
+    r = recipe.DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda *_: jnp.float32(bad))
+    assert recipe.delayed_scale(r, jnp.float32([4, 0]), jnp.float32(3), E4M3) == 3

@@ -9,6 +9,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 
 import transformer_engine_jax as te
 from benchmarks import __main__ as command
@@ -63,6 +64,7 @@ def test_layer_has_ratios_to_the_first_contender_and_to_the_floor(tmp_path, monk
         for kind in ("floor", "sustained_floor"):  # of short turns, and of turns as long as the layer's
             assert math.isclose(sum(row[kind].values()), row[f"{kind}_ms"], rel_tol=1e-4)
             assert math.isclose(row["ms"] / row[f"{kind}_ms"], row[f"of_{kind}"], rel_tol=1e-3)
+        assert math.isclose(row["tflop_per_s"] * row["ms"] * 1e9, SHAPES["tiny-llama"].flop, rel_tol=1e-2)
     assert flax["floor"]["gemms"] != ours["floor"]["gemms"]  # of bf16 and of FP8 products
 
 
@@ -106,8 +108,6 @@ def test_the_fp8_of_flax_is_products_of_fp8():
 
 def test_every_contender_computes_the_same_layer():
     """The peers' layers and ours have the same kernels, so that the same work is timed."""
-    from flax import linen as nn
-
     for config in ("tiny", "tiny-llama"):
         shape = SHAPES[config]
         x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
@@ -122,6 +122,46 @@ def test_every_contender_computes_the_same_layer():
             for name in ("flax", "te-bf16")
         }
         assert set(sizes.values()) == {shape.parameters}
+
+
+def parameters_of_flax(shape: shapes.Shape, ours) -> dict:
+    """Our layer's parameters as the Flax peer has them."""
+    attention, mlp = ours["attention"], ours["mlp"]
+    by_head = lambda count: lambda x: x.reshape(*x.shape[:-1], count, shape.head)
+    same = lambda x: x
+
+    def norm(p):
+        return {name: p[ours] for ours, name in (("scale", "scale"), ("ln_bias", "bias")) if ours in p}
+
+    def product(p, kernel, bias, prefix=""):
+        biases = {"bias": bias(p[f"{prefix}bias"])} if f"{prefix}bias" in p else {}
+        return {"kernel": kernel(p[f"{prefix}kernel"])} | biases
+
+    kind = "RMSNorm" if shape.rmsnorm else "LayerNorm"
+    found = {f"{kind}_0": norm(attention["qkv" if "qkv" in attention else "query"]), f"{kind}_1": norm(mlp)}
+    for name, here, count in (("qkv", "qkv", shape.heads), ("q", "query", shape.heads), ("kv", "kv", shape.groups)):
+        if here in attention:
+            found[name] = product(attention[here], *2 * [by_head(count)])
+    found["out"] = product(attention["out"], lambda kernel: kernel.reshape(shape.heads, shape.head, -1), same)
+    for i, name in enumerate(("gate", "up") if shape.gated else ("up",)):
+        found[name] = product(mlp, lambda kernel, i=i: kernel[:, i], lambda bias, i=i: bias[i], "wi_")
+    return found | {"down": product(mlp, same, same, "wo_")}
+
+
+@pytest.mark.parametrize("config", ["tiny", "tiny-llama", "tiny-packed"])
+def test_the_peers_layer_is_ours(config):
+    """In bf16: output, and gradients of the input and of all parameters."""
+    shape = SHAPES[config]
+    size = shape.batch, shape.seq, shape.hidden
+    x, dy = (jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i in (0, 1))
+    ours, theirs = (peers.CONTENDERS[name](shape).layer for name in ("te-bf16", "flax"))
+    params = nn.unbox(ours.init({"params": jax.random.key(2), "dropout": jax.random.key(3)}, x))["params"]
+    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), params)
+    of_flax = lambda tree: parameters_of_flax(shape, tree.get("TransformerLayer_0", tree))
+    y, dparams, _, dx = jax.jit(layer.gradients(ours))(params, {}, x, dy)
+    y_, dparams_, _, dx_ = jax.jit(layer.gradients(theirs))(of_flax(params), {}, x, dy)
+    for got, expected in ((y, y_), (dx, dx_), (of_flax(dparams), dparams_)):
+        assert compare.off(got, expected) < 2e-2
 
 
 def test_gemm_has_all_products_and_their_best(tmp_path, monkeypatch):
@@ -208,6 +248,9 @@ def test_train_compares_losses_on_the_same_bytes(tmp_path):
     assert bf16["difference"] == 0 and 0 < abs(delayed["difference"]) < 0.05  # other numbers, the same training
     assert bf16["unigram_entropy"] == pytest.approx(load(str(data), 32).unigram_entropy, rel=1e-4)
     assert bf16["tokens_per_s"] > 0 and bf16["seq"] == 32
+    assert math.isclose(bf16["tokens_per_s"] * bf16["ms"], 1e3 * bf16["batch"] * bf16["seq"], rel_tol=1e-2)
+    ends = [row["final_loss"] for row in rows]
+    assert math.isclose(delayed["difference"], ends[1] / ends[0] - 1, rel_tol=0.1, abs_tol=1e-4)
 
 
 def test_stacks_of_all_kinds_are_the_same(tmp_path):
@@ -215,7 +258,9 @@ def test_stacks_of_all_kinds_are_the_same(tmp_path):
     assert [(row["kind"], row["contender"]) for row in rows] == [
         (kind, contender) for kind in stack.KINDS for contender in ("flax", "te-delayed")
     ]
-    assert all(row["ms"] > 0 and row["temp_gib"] > 0 and row["speedup"] > 0 for row in rows)
+    assert all(row["ms"] > 0 and row["temp_gib"] > 0 for row in rows)
+    first = {row["kind"]: row["ms"] for row in rows if row["contender"] == "flax"}
+    assert all(math.isclose(row["speedup"], first[row["kind"]] / row["ms"], rel_tol=1e-3) for row in rows)
     steps = {name: stack.Step("te-delayed", SHAPES["tiny"], 2, kind) for name, kind in stack.KINDS.items()}
     one = lambda tree, i: jax.tree.map(lambda a: a[i], tree["layers"])
     by_layer = lambda tree: {f"layer_{i}": one(tree, i) for i in range(2)}
@@ -286,8 +331,11 @@ def test_names_of_contenders():
 @pytest.mark.parametrize(
     "argv, expected",
     [
-        (["layer", "--rounds", "0"], "benchmarks layer: --rounds: expected 1 or more, got 0"),
+        (["layer", "--rounds", "0"], "benchmarks layer: --rounds: expected 2 or more, got 0"),
         (["kernels", "--hidden", "4096", "-1"], "benchmarks kernels: --hidden: expected 1 or more, got -1"),
+        (["train", "--steps", "2"], "benchmarks train: --steps: expected 3 or more, got 2"),
+        (["stack", "--config", "tiny", "tiny-dropout"], "expected shapes without dropout, got tiny-dropout"),
+        (["train", "--config", "tiny-dropout"], "expected shapes without dropout, got tiny-dropout"),
         (["memory", "--layers", "-1"], "benchmarks memory: --layers: expected 0 or more, got -1"),
         (["train", "--first-seed", "-2"], "benchmarks train: --first-seed: expected 0 or more, got -2"),
         (

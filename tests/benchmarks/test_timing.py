@@ -5,7 +5,7 @@ import time
 import jax.numpy as jnp
 
 from benchmarks import kernels
-from benchmarks.timing import Repeated, interleaved
+from benchmarks.timing import Repeated, Timing, interleaved
 from transformer_engine_jax.ops.quantize import quantize
 
 
@@ -63,3 +63,7 @@ def test_the_copy_is_made_and_of_each_array():
     assert size == 2 * 2 * 8 * 16
     for x, y in zip(copied.arrays, copied(), strict=True):
         assert (x == y).all() and x.unsafe_buffer_pointer() != y.unsafe_buffer_pointer()
+
+
+def test_the_spread_is_that_of_the_middle_half():
+    assert Timing.of([1, 2, 3, 4, 5, 6, 7]) == (4, 3 / 4)

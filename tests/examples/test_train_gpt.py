@@ -205,6 +205,10 @@ MISTAKES = {
     "not a number": ("--steps many", "invalid int value: 'many'"),
     "warm-up": ("--steps 4 --warmup 5", "--warmup must be between 0 and --steps 4"),
     "learning rate": ("--lr nan", "--lr must be positive"),
+    "learning rate too large": (
+        "--recipe f32 --lr 1e30 --warmup 0",
+        "the loss of f32 is nan at step 2: take less than --lr",
+    ),
     "impossible size": ("--hidden 20000000", "GiB"),
     "mesh grammar": ("--mesh data=4;model=2", "expected something like data=4,model=2"),
     "mesh axis": ("--mesh tensor=2", "expected something like data=4,model=2"),

@@ -23,7 +23,7 @@ from transformer_engine_jax.flax import (
 
 B, S, H, D = 2, 16, 4, 16
 HIDDEN = H * D
-Q, K, V, BIAS = (jnp.asarray(a) for a in emulated.normal(0, (B, S, H, D), (B, S, H, D), (B, S, H, D), (1, H, S, S)))
+(BIAS,) = (jnp.asarray(a) for a in emulated.normal(0, (1, H, S, S)))
 X, Y = (jnp.asarray(a) for a in emulated.normal(1, (B, S, HIDDEN), (B, S, HIDDEN)))
 PADDING = jnp.asarray(np.arange(S)[None, None, None, :] >= np.array([S, 10])[:, None, None, None])  # True: masked out
 

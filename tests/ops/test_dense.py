@@ -292,6 +292,21 @@ def test_in_a_manual_shard_map(name, check_vma):
     testing.assert_same_bytes(got[2], jax.device_get(expected[2]))
 
 
+def test_in_a_manual_shard_map_that_checks_what_varies_no_axes_need_be_named():
+    x, kernel, dy = map(jnp.asarray, emulated.normal(0, (16, 64), (64, 48), (16, 48)))
+    mesh = testing.mesh_of((4,), ("data",))
+
+    def states(x, kernel, dy, states):
+        _, vjp = jax.vjp(lambda s: dense(x, kernel, quantizers=emulated.quantizers(s, DELAYED)), states)
+        return vjp(dy)[0]
+
+    manual = jax.shard_map(states, mesh=mesh, in_specs=(P("data"), P(), P("data"), P()), out_specs=P())
+    expected = jax.jit(states)(x, kernel, dy, emulated.states())
+    testing.assert_same_bytes(
+        jax.device_get(jax.jit(manual)(x, kernel, dy, emulated.states())), jax.device_get(expected)
+    )
+
+
 @pytest.mark.parametrize("how", ["auto", "explicit", "manual"])
 def test_a_nan_on_one_shard_is_one_of_the_tensor(how):
     """It keeps its scale, and no shard's own amax enters the history."""

@@ -235,3 +235,9 @@ def test_a_layer_draws_in_one_pass_for_each_branch():
     text = str(jax.make_jaxpr(lambda x: jax.vjp(run, x)[1](x))(x))
     assert text.count("kernel dropout") == 4  # of two branches, forward and backward
     assert "random_bits[bit_width=32 shape=(2,)]" in text.replace("\n", "")
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.9, 1e-4])
+def test_what_is_kept_is_divided_by_the_share_that_16_bits_keep(rate):
+    y = np.asarray(drop(jnp.ones((64, 64)), KEY, rate))
+    np.testing.assert_array_equal(y[y > 0], np.float32(2**16 / (2**16 - round(rate * 2**16))))

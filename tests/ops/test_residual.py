@@ -4,7 +4,7 @@ import emulated
 import jax
 import jax.numpy as jnp
 import pytest
-from emulated import BF16, F32
+from emulated import BF16, DELAYED, F32
 from flax import nnx
 
 import transformer_engine_jax.nnx as te_nnx
@@ -170,3 +170,23 @@ def test_a_residual_unlike_the_result_is_named():
     with pytest.raises(ValueError, match="return_input: expected False where the residual is added"):
         layernorm_mlp(x, None, None, (jnp.ones((64, 1, 8)), jnp.ones((8, 64))), norm_options=None, residual=True,
                       return_input=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("rec", [None, DELAYED], ids=["f32", "delayed"])
+@pytest.mark.parametrize("how", ["residual", "return_input"])
+def test_an_mlp_without_a_norm_has_the_residual_s_gradient(how, rec):
+    x, up, down, dy = map(jnp.asarray, emulated.normal(6, (*M, K), (K, 1, N), (N, K), (*M, K)))
+
+    def run(x, states, fused: bool):
+        quantizers = states and tuple(emulated.quantizers(s, rec) for s in states)
+        more = {how: True} if fused else {}
+        y = layernorm_mlp(x, None, None, (up / 8, down / 10), norm_options=None, quantizers=quantizers, **more)
+        return y + x if not fused else y if how == "residual" else y[0] + y[1]
+
+    def step(x, states, fused: bool):
+        y, vjp = jax.vjp(lambda x, states: run(x, states, fused), x, states)
+        return y, vjp(dy)[0]
+
+    states = rec and [emulated.states() for _ in range(2)]
+    got, expected = (jax.jit(step, static_argnums=2)(x, states, fused) for fused in (True, False))
+    testing.assert_close(got, expected, F32)
