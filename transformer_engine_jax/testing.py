@@ -192,10 +192,11 @@ def check_op(
       value_bound, gradient_bound: relative L2 errors allowed, below 1.
       key: for the random cotangents.
     """
-    wide = [x.astype(jnp.float32) for x in args]
-    expected, expected_gradients = gradients(plain, wide, key)
+    of_plain = lambda args: gradients(plain, [x.astype(jnp.float32) for x in args], key)
+    of_args = of_plain(args)
 
-    def check(out, grads, how):
+    def check(out, grads, how, reference=of_args):
+        expected, expected_gradients = reference
         for x, g in zip(args, grads):
             assert g.dtype == x.dtype and g.shape == x.shape, (
                 f"{how}: gradient {g.dtype}{g.shape} of {x.dtype}{x.shape}"
@@ -209,6 +210,7 @@ def check_op(
     check(*run(jax.checkpoint(op)), "remat")
     scanned = lambda *a: jax.lax.scan(lambda c, _: (c, op(*a)), 0, None, length=1)[1][0]
     check(*run(scanned), "scan")
-    out, grads = jax.vmap(lambda *a: gradients(op, a, key))(*[jnp.stack([x, x]) for x in args])
-    for example in range(2):
-        check(out[example], [g[example] for g in grads], "vmap of grad")
+    other = [jnp.flip(x) for x in args]
+    out, grads = jax.vmap(lambda *a: gradients(op, a, key))(*map(jnp.stack, zip(args, other)))
+    for example, reference in enumerate((of_args, of_plain(other))):
+        check(out[example], [g[example] for g in grads], "vmap of grad", reference)
