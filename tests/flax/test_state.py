@@ -167,7 +167,8 @@ def test_what_is_called_in_fp8_to_no_end_is_not_lost():
 def test_attention_with_and_without_dropout_updates_its_state_once(dropped):
     """FP8 has no dropout."""
     rec = te.recipe.DelayedScaling(amax_history_len=4, fp8_dpa=True)
-    model, x = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=2, attention_dropout=0.5), X[None]
+    model = te_flax.MultiHeadAttention(head_dim=16, num_attention_heads=2, attention_dropout=0.5)
+    x = X[None].astype(jnp.bfloat16)  # as cuDNN wants it
     with steps.autocast(rec):
         variables = steps.init(model, x, rec=rec, deterministic=True)
 
