@@ -309,6 +309,18 @@ def test_a_step_starts_from_added_states_by_the_recipe_s_rule(fields, scale):
     assert scale_taken(r, empty) == 10, "without an amax that of each"
 
 
+def test_two_recipes_in_one_step_have_quantizers_of_their_own():
+    recipes = DELAYED, recipe.DelayedScaling(amax_history_len=4, margin=2)
+    state = Single.create(DELAYED)
+
+    def step(state):
+        return [q.spec.recipe for r in (*recipes, *recipes) for q in attach(state, [spec(r)])]
+
+    found = []
+    jax.eval_shape(lambda state: found.extend(step(state)), state)
+    assert found == [*recipes, *recipes]
+
+
 def test_current_scaling_hands_on_what_the_recipe_says():
     assert scale_taken(recipe.Float8CurrentScaling(amax_epsilon=2.0), None, jnp.float32(0.5)) == 448 / 2
     assert scale_taken(recipe.Float8CurrentScaling(use_power_2_scales=True), None, jnp.float32(3)) == 128

@@ -101,7 +101,8 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> l
 
     def attached() -> list[Quantizer]:
         views = [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(_attach(specs, states), specs))]
-        return once("attached", [states.packed], lambda: views)  # whatever the specs: see _kept_once
+        once("attached", [states.packed], lambda: views)  # whatever the specs: see _kept_once
+        return views
 
     return once(("attached", specs), [states.packed], attached)
 

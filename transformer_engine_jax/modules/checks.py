@@ -49,6 +49,8 @@ def respelled(name: Any, allowed: Sequence) -> Any:
 
     NVIDIA's modules take "BSHD_BSHD_BSHD", "RMSNorm" and "causal_padding". A name of none is given back as it is.
     """
+    if name in allowed:
+        return name
     if not isinstance(name, str):
         return "none" if name is None and "none" in allowed else name
     words = lambda text: text.lower().strip().replace("-", "_").split("_")
