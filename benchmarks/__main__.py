@@ -127,14 +127,16 @@ LEAST = {("train", "first_seed"): 0, ("memory", "layers"): 0, ("train", "steps")
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments; SystemExit where one counts less of something than can be, or the rows have no place to go."""
+    """The arguments; SystemExit where one counts less of something than can be, a shape drops where no key is given to
+    the step, or the rows have no place to go."""
     for name, given in vars(args).items():
         least = LEAST.get((args.what, name), LEAST.get(name, 1))
         for number in given if isinstance(given, list) else [given]:
             if type(number) is int and number < least:
                 flag = "--" + name.replace("_", "-")
                 raise SystemExit(f"benchmarks {args.what}: {flag}: expected {least} or more, got {number}")
-    configs = [args.config] if isinstance(getattr(args, "config", []), str) else getattr(args, "config", [])
+    configs = getattr(args, "config", [])
+    configs = [configs] if isinstance(configs, str) else configs
     trains = args.what in ("stack", "train") or (args.what == "memory" and args.layers > 0)
     if trains and (dropping := [config for config in configs if SHAPES[config].dropout]):
         raise SystemExit(

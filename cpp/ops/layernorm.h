@@ -9,6 +9,7 @@
 //   rmsnorm_bwd:   the same without mean and dbeta
 //
 // What a cast is told of its scale, and tells of it, is core/scaling.h's Casting.
+//
 // g is gamma, or 1 + gamma where gamma is stored zero-centred. rstd = 1 / sqrt(variance + epsilon), or of the
 // mean square for rmsnorm; where they are known from a call before they are operands, not results. All arithmetic is in
 // f32. With xhat = (x - mean) * rstd and wdy = dy * g,

@@ -3,9 +3,8 @@
 //
 //   te_quantize: x[rows, cols], scale (absent: 1) -> q[rows, cols]?, q_t[cols, rows]?, amax f32[]?, colsum f32[cols]?,
 //                report f32[bins]?, scale_inv f32[]?
-//   te_quantize_stack: x0[rows, cols], x1, x2?, scale -> as te_quantize of their stack: q[rows, P, cols], q_t[P, cols,
-//   rows],
-//                .., colsum f32[P, cols]; cols is a multiple of 8
+//   te_quantize_stack: x0[rows, cols], x1, x2?, scale -> as te_quantize of their stack, where cols is a multiple of 8:
+//                q[rows, P, cols]?, q_t[P, cols, rows]?, amax f32[]?, colsum f32[P, cols]?, ..
 //   te_measure: x0, x1?, x2? of one size -> amax f32[]?, report f32[bins]? of them together; NaN where one holds a NaN
 //   te_dequantize: q, scale_inv f32[] -> x
 #pragma once
