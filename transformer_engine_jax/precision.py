@@ -48,9 +48,8 @@ def mlp_products(x, activations: int, size: int) -> tuple[list[Product], list[Pr
 
 
 # Seconds, fitted to what `python -m benchmarks precision` measured on an H200: what a floating-point operation of a
-# product saves in FP8, what a byte of the casts costs, and what all launches of one product cost: 20e-6, less the
-# passes that a bias and a residual take outside of FP8 products, which that benchmark has not.
-SAVED, BYTE, EACH = 0.72e-15, 1 / 3.5e12, 15e-6
+# product saves in FP8, what a byte of the casts costs, and what all launches of one product cost.
+SAVED, BYTE, EACH = 0.60e-15, 1 / 3.5e12, 11e-6
 
 
 def gain(products: Sequence[Product], devices: int = 1) -> float:

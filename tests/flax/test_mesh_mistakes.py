@@ -90,7 +90,8 @@ def test_of_tp_and_tpsp_the_axis_with_several_devices_splits_kernels(sizes, axis
         y = jax.jit(module.apply)(placed, testing.shard(mesh, x, P("data")))[0]
     with jax.default_device(mesh.devices.flat[0]):
         expected = module.apply(VARIABLES, x)[0]
-    testing.assert_close(jax.device_get(y), expected, 4 * testing.epsilon(jnp.float32))
+    # Two sums in another order, each of up to 64 terms.
+    testing.assert_close(jax.device_get(y), expected, 2 * 64**0.5 * testing.epsilon(jnp.float32))
 
 
 def test_one_axis_splits_kernels():
