@@ -19,7 +19,6 @@ from stored import (
 )
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.activation import Clamp, activation, activation_bwd, activation_fwd, fused_activation
 from transformer_engine_jax.testing import check_kernel, check_op, epsilon
 
@@ -34,12 +33,6 @@ CASES += [
 ]
 CASES += [("reference", name, BASE, F32) for name in NAMES]
 each_case = pytest.mark.parametrize("implementation, name, shape, dtype", CASES, indirect=["implementation"])
-
-
-@pytest.fixture(params=["handler", "reference"])
-def implementation(request):
-    with use_references(request.param == "reference"):
-        yield request.param
 
 
 # A slope s (1 - s) near s = 1 magnifies the last bit of s, and CUDA's logistic has two of those to lose.

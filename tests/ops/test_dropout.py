@@ -12,18 +12,11 @@ from jax.sharding import PartitionSpec as P
 from stored import ABSENT, call_handler
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.dropout import drop, drop_and_add, dropout, philox
 
 RATE = 0.3
 KEY = jax.random.key(5)
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-
-
-@pytest.fixture(params=["handler", "reference"])
-def implementation(request):
-    with use_references(request.param == "reference"):
-        yield request.param
 
 
 def numpy_philox(key, counter):

@@ -17,7 +17,6 @@ from stored import (
 )
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.layernorm import (
     layernorm,
     layernorm_bwd,
@@ -36,12 +35,6 @@ F32, F16, BF16 = DTYPES = jnp.float32, jnp.float16, jnp.bfloat16
 CASES = [("handler", BASE, dtype) for dtype in DTYPES] + [("handler", shape, F32) for shape in SHAPES]
 CASES += [("handler", (3, 1000), BF16), ("reference", BASE, F32), ("reference", (3, 1000), BF16)]
 each_case = pytest.mark.parametrize("implementation, shape, dtype", CASES, indirect=["implementation"])
-
-
-@pytest.fixture(params=["handler", "reference"])
-def implementation(request):
-    with use_references(request.param == "reference"):
-        yield request.param
 
 
 @pytest.fixture(params=[True, False], ids=["layernorm", "rmsnorm"])

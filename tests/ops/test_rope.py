@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from stored import call_handler
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_qkv, rope_rotate, rope_rotate_qkv, rope_table
 
 B, S, H, D = 2, 16, 3, 8
@@ -21,12 +20,6 @@ GROUPS = pytest.mark.parametrize("group", ["consecutive", "alternate"])
 (X,) = emulated.normal(5, (B, S, H, D))
 # cos and sin are off by 3e-7 at most, and two products are rounded.
 TURN = 4e-7
-
-
-@pytest.fixture(params=["handler", "reference"])
-def implementation(request):
-    with use_references(request.param == "reference"):
-        yield request.param
 
 
 def wavelengths(dim, windows=(1, 10000)):

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from stored import ABSENT, assert_rounded, call_handler, wide
 
-from transformer_engine_jax.kernel import use_references
 from transformer_engine_jax.ops.softmax import softmax, softmax_bwd, softmax_fwd
 from transformer_engine_jax.testing import assert_close, check_kernel, check_op, epsilon, mesh_of, on_mesh, shard
 
@@ -22,12 +21,6 @@ CASES += [("handler", shape, BF16) for shape in SHAPES] + [("reference", BASE, F
 each_case = pytest.mark.parametrize("implementation, shape, dtype", CASES, indirect=["implementation"])
 KINDS = {"plain": "", "masked": "mask", "causal": "causal", "offset": "offset", "all": "mask causal offset"}
 each_kind = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
-
-
-@pytest.fixture(params=["handler", "reference"])
-def implementation(request):
-    with use_references(request.param == "reference"):
-        yield request.param
 
 
 def inputs(shape, dtype=F32, seed=0):
