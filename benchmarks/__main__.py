@@ -20,6 +20,8 @@ import argparse
 import pathlib
 from collections.abc import Iterable
 
+import jax
+
 from benchmarks import (
     accumulation,
     attention,
@@ -128,7 +130,7 @@ LEAST = {("train", "first_seed"): 0, ("memory", "layers"): 0, ("train", "steps")
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments; SystemExit where one counts less of something than can be, a shape drops where no key is given to
-    the step, or the rows have no place to go."""
+    the step, the rows have no place to go, or there is no GPU to look at."""
     for name, given in vars(args).items():
         least = LEAST.get((args.what, name), LEAST.get(name, 1))
         for number in given if isinstance(given, list) else [given]:
@@ -142,6 +144,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise SystemExit(
             f"benchmarks {args.what}: --config: expected shapes without dropout, got {', '.join(dropping)}"
         )
+    if args.what == "profile" and jax.default_backend() != "gpu":
+        raise SystemExit(f"benchmarks profile: expected a GPU, whose kernels it lists, got {jax.default_backend()}")
     path = getattr(args, "json", None)
     if path and (path.is_dir() or not path.parent.is_dir()):
         raise SystemExit(f"benchmarks {args.what}: --json: expected a file in a folder that exists, got {path}")

@@ -22,6 +22,7 @@ from benchmarks import (
     layer,
     memory,
     peers,
+    precision,
     readme,
     report,
     shapes,
@@ -221,6 +222,13 @@ def test_kernels_are_compared_with_their_references(tmp_path, monkeypatch):
         command.main(["kernels", "--no-time", "--rows", "24", "--hidden", "32"])
 
 
+def test_precision_has_both_of_each_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "FEATURES", ((32, 32), (32, 64)))
+    rows = rows_of(tmp_path, "precision", "--tokens", "16", *QUICK)
+    assert [(r["m"], r["k"], r["n"]) for r in rows] == [(16, 32, 32), (16, 32, 64), (16, 64, 32)]
+    assert all(math.isclose(r["speedup"], r["bf16_ms"] / r["fp8_ms"], rel_tol=1e-4) for r in rows)
+
+
 def test_accumulation_of_short_sums(tmp_path):
     rows = rows_of(tmp_path, "accumulation", "--lengths", "64", "--size", "32")
     assert [row["contender"] for row in rows] == 3 * ["split", "fast"]
@@ -318,36 +326,6 @@ def test_memory_is_compiled_for_or_says_what_lacks(tmp_path):
     by_data, by_fsdp, lacking, *ours = rows_of(tmp_path, *argv, *layouts)
     assert by_data["output_gib"] > by_fsdp["output_gib"] > 0 and "no attention of sharded" in lacking["skipped"]
     assert [row["layout"] for row in ours] == ["data", "fsdp", "context, ring"] and ours[0]["temp_gib"] > 0
-
-
-def test_names_of_contenders():
-    ours = ["te-bf16", "te-delayed", "te-delayed-fast", "te-delayed-split", "te-delayed-dpa", "te-current"]
-    assert command.chosen(["te", "flax"], peers.CONTENDERS) == [*ours, "flax"]
-    assert command.chosen(["bf16,fp8"], gemm.CONTENDERS) == ["bf16", "fp8-fast", "fp8-split", "fp8-xla"]
-    with pytest.raises(SystemExit, match="expected some of flax, flax-fp8, .* got 'torch'"):
-        command.chosen(["torch"], peers.CONTENDERS)
-
-
-@pytest.mark.parametrize(
-    "argv, expected",
-    [
-        (["layer", "--rounds", "0"], "benchmarks layer: --rounds: expected 2 or more, got 0"),
-        (["kernels", "--hidden", "4096", "-1"], "benchmarks kernels: --hidden: expected 1 or more, got -1"),
-        (["train", "--steps", "2"], "benchmarks train: --steps: expected 3 or more, got 2"),
-        (["stack", "--config", "tiny", "tiny-dropout"], "expected shapes without dropout, got tiny-dropout"),
-        (["train", "--config", "tiny-dropout"], "expected shapes without dropout, got tiny-dropout"),
-        (["memory", "--layers", "-1"], "benchmarks memory: --layers: expected 0 or more, got -1"),
-        (["train", "--first-seed", "-2"], "benchmarks train: --first-seed: expected 0 or more, got -2"),
-        (
-            ["kernels", "--json", "nowhere/x.json"],
-            "--json: expected a file in a folder that exists, got nowhere/x.json",
-        ),
-        (["kernels", "--json", "."], "benchmarks kernels: --json: expected a file in a folder that exists, got ."),
-    ],
-)
-def test_arguments_that_cannot_be(argv, expected):
-    with pytest.raises(SystemExit, match=expected):
-        command.main(argv)
 
 
 @pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: str(page.relative_to(readme.ROOT)))
