@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,17 @@ if jax.default_backend() == "gpu":  # elsewhere there is nothing to choose
     def test_algorithms_are_measured_when_compiled_and_kept(tmp_path):
         assert run(tmp_path)[:2] == (3, 3), "forward, and the gradients of x and kernel; none in the step"
         assert run(tmp_path)[:2] == (3, 3), "nothing is measured again"
+
+    def test_processes_that_start_together_measure_each_product_once(tmp_path):
+        with ThreadPoolExecutor(3) as pool:
+            assert max(after for _, after, _ in pool.map(run, 3 * [tmp_path])) == 3
+
+    def test_a_line_that_is_cut_short_costs_one_measurement(tmp_path):
+        run(tmp_path)
+        (path,) = (path for path in tmp_path.iterdir() if path.suffix != ".lock")
+        path.write_text(path.read_text()[:-5])
+        again = [run(tmp_path)[:2] for _ in range(2)]
+        assert again == [(4, 4), (4, 4)], "two whole lines, what is left of one, and that one anew"
 
     def test_nothing_is_measured_where_tuning_is_off(tmp_path):
         assert run(tmp_path, TE_GEMM_TUNING="0")[:2] == (0, 0)

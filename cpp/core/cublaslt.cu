@@ -167,13 +167,18 @@ void choose(Status& status, cublasLtHandle_t handle, const Key& key, const Cubla
   if (count == 1 && !may_be_ours) return take(0, "the only one offered");
   if (tuning() != Tuning::kMeasure) return take(0, "the first offered, as nothing is timed");
   AlgorithmCache& cache = cache_of(static_cast<int>(key[0]));
-  if (const std::string known = cache.find(text_of(key)); !known.empty()) {
-    const std::string hex = known.substr(0, known.find(' '));
-    const std::string why = hex.size() < known.size() ? known.substr(hex.size() + 1) : "the fastest";
+  const auto take_kept = [&] {
+    const std::string kept = cache.find(text_of(key)), hex = kept.substr(0, kept.find(' '));
+    const std::string why = hex.size() < kept.size() ? kept.substr(hex.size() + 1) : "the fastest";
     const int index = index_of(hex, offered, count);
-    if (index >= 0 && (may_be_ours || why.rfind(kOurs, 0) != 0)) return take(index, why);
-  }
+    const bool found = index >= 0 && (may_be_ours || why.rfind(kOurs, 0) != 0);
+    if (found) take(index, why);
+    return found;
+  };
+  if (take_kept()) return;
   if (!may_measure) return take(0, "the first offered, as its sizes were not known when it was compiled");
+  const AlgorithmCache::Turn turn(cache);
+  if (take_kept()) return;  // another process has measured it
   const Fastest best = fastest(status, handle, plan, p, offered, count);
   if (best.index < 0) return take(0, "the first offered, as it could not be timed: no memory for it, say");  // not kept
   cache.add(text_of(key), to_hex(offered[best.index].algo) + " " + said_of(best, count));

@@ -240,21 +240,6 @@ __device__ __forceinline__ float max_abs(float a, const float (&v)[8]) {
   return a;
 }
 
-// *amax = max(*amax, the block's maximum), as bits: those of a NaN are above all. Every thread calls it. Denormal
-// maxima count as zero.
-__device__ __forceinline__ void merge_amax(float* amax, float mine) {
-  __shared__ uint32_t of_warp[32];
-  if (!amax) return;
-  const uint32_t warps = (blockDim.x + 31) / 32;
-  const uint32_t most = __reduce_max_sync(0xffffffffu, __float_as_uint(mine));
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = most;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    const uint32_t all = __reduce_max_sync(0xffffffffu, threadIdx.x < warps ? of_warp[threadIdx.x] : 0u);
-    if (threadIdx.x == 0 && all >= 0x00800000u) atomicMax(reinterpret_cast<uint32_t*>(amax), all);
-  }
-}
-
 template <int kLanes = 32>
 __device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll

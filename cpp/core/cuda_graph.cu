@@ -42,7 +42,15 @@ class Captured {
   }
   cudaError_t capture(const Issue& issue) {
     TE_TRY(cudaStreamBeginCapture(cudaStreamPerThread, cudaStreamCaptureModeRelaxed));
-    const bool worked = issue(cudaStreamPerThread);
+    const auto issued = [&] {
+      try {
+        return issue(cudaStreamPerThread);
+      } catch (...) {  // the thread's stream must not stay in capture
+        cudaStreamEndCapture(cudaStreamPerThread, &graph);
+        throw;
+      }
+    };
+    const bool worked = issued();
     TE_TRY(cudaStreamEndCapture(cudaStreamPerThread, &graph));
     return worked ? cudaSuccess : cudaErrorStreamCaptureInvalidated;
   }

@@ -71,7 +71,7 @@ class Instantiation {
       if (error.failure() || cudaSetDevice(device) != cudaSuccess) continue;
       error = call(attributes, buffers, std::make_index_sequence<kBuffers>());
     }
-    cudaSetDevice(current);
+    if (has_context(current)) cudaSetDevice(current);  // it would make one, on what may be another process's GPU
     return error;
   }
 

@@ -140,7 +140,9 @@ __device__ void multiply(const CUtensorMap& d, const CUtensorMap& d_rest, const 
   const auto put = [&](int chunk) {
     const bool rest = kRest && chunk == kChunks - 1;
     const uint32_t piece = pieces + chunk % kPieces * kPieceBytes;
-    if (puts) wait_until_read<kPieces - 1>();
+    // A tile's first piece may be the one that the last of the tile before was put from.
+    constexpr bool kInTurn = kChunks % kPieces == 0;
+    if (puts) kInTurn || chunk ? wait_until_read<kPieces - 1>() : wait_until_read<0>();
     synchronize();
 #pragma unroll
     for (int i = 0; i < kWide / 2; i += 2) {

@@ -18,11 +18,13 @@
 
 namespace te {
 
+constexpr int kStaticSharedMemory = 1 << 10;  // bytes, the most that a kernel has whose launch asks for dynamic ones
+
 struct Device {
   int id = 0;  // below kDevices
   int multiprocessors = 0;
-  int block_shared_memory = 0;  // bytes a block may ask for
-  int architecture = 0;         // 90 for compute capability 9.0
+  int shared_memory = 0;  // dynamic, bytes that a launch may ask for
+  int architecture = 0;   // 90 for compute capability 9.0
 };
 
 constexpr int kDevices = 64;
@@ -37,7 +39,8 @@ inline const Device& current_device() {
   std::call_once(known[id], [id] {
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&devices[id].multiprocessors, cudaDevAttrMultiProcessorCount, id);
-    cudaDeviceGetAttribute(&devices[id].block_shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+    cudaDeviceGetAttribute(&devices[id].shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+    devices[id].shared_memory -= kStaticSharedMemory;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
     devices[id].architecture = 10 * major + minor;
@@ -73,8 +76,10 @@ struct LaunchConfig : cudaLaunchConfig_t {
 template <typename... Parameters>
 cudaError_t allow(const Launch& l, void (*kernel)(Parameters...)) {
   cudaError_t error = cudaSuccess;
-  if (l.shared_memory > 48 << 10) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, l.shared_memory);
+  // 48 KiB are there unasked, the static ones included. Asked for is all, not what this launch needs: another thread
+  // may be about to launch the kernel with more.
+  if (l.shared_memory > (48 << 10) - kStaticSharedMemory) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, current_device().shared_memory);
   }
   if (error == cudaSuccess && l.cluster > 8) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

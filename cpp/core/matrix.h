@@ -22,7 +22,7 @@ struct Matrix {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline bool absent(const ffi::AnyBuffer& buffer) {
-  return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0;
+  return buffer.element_type() == DType::F32 && buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0;
 }
 inline bool present(const ffi::AnyBuffer& buffer) { return !absent(buffer); }
 inline bool present(Out& buffer) { return present(*buffer); }

@@ -20,8 +20,8 @@
 
 namespace te {
 
-// Rows that one task of a parallel loop handles where sums over rows are taken: a constant, so that a
-// sum's order, hence its bits, do not depend on the number of threads.
+// Rows that one task of a parallel loop handles at most where sums over rows are taken. How many it does depends on the
+// shape alone, so that a sum's order, hence its bits, do not depend on the number of threads.
 constexpr int64_t kRowBlock = 256;
 constexpr int64_t kTile = 64;
 

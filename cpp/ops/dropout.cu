@@ -71,7 +71,7 @@ ffi::Error Dropout(cudaStream_t stream, In x, In residual, In seed, In row, In c
   const Matrix m = matrix(x, 1);
   const int64_t units = ceil_div(m.cols, 8);
   if (m.cols >= int64_t{1} << 32 || m.rows * units > ~0u - kThreads)
-    return ffi::Error::InvalidArgument("te_dropout: expected at most 2^35 values");
+    return ffi::Error::InvalidArgument("te_dropout: expected rows * ceil(columns / 8) below 2^32");
   return with_float(m.dtype, [&](auto t) {
     using T = decltype(t);
     const T* const past = data_or_null<T>(residual);

@@ -8,8 +8,8 @@
 // f32 result; and `finish` for scales, bias, c, cast and amax (4 bytes an element of d, and those of d and c).
 #include <algorithm>
 
+#include "core/amax.cuh"
 #include "core/cublaslt.h"
-#include "core/cuda.cuh"
 #include "ops/gemm.h"
 
 namespace te {
@@ -93,7 +93,7 @@ struct Finish {
   const void *bias, *c;
   DType bias_dtype, c_dtype, d_dtype;
   void* d;
-  float* amax;
+  AmaxTarget amax;
   int64_t size, n;
   bool vector;  // c and d are aligned
 };
@@ -110,6 +110,7 @@ __device__ __forceinline__ float store_as(void* d, int64_t i, const float (&v)[8
 
 // d = cast(sums * a_scale_inv * b_scale_inv + bias + c_scale * c) and its amax, eight neighbours a thread.
 __global__ void __launch_bounds__(kThreads) finish(Finish f) {
+  __shared__ BlockAmax amax;
   const float a_scale_inv = f.a_scale_inv ? *f.a_scale_inv : 1.f, b_scale_inv = f.b_scale_inv ? *f.b_scale_inv : 1.f;
   const float d_scale = f.d_scale ? *f.d_scale : 1.f;
   float most = 0.f;
@@ -145,7 +146,9 @@ __global__ void __launch_bounds__(kThreads) finish(Finish f) {
       }
     }
   }
-  merge_amax(f.amax, most);
+  amax.note(most);
+  __syncthreads();
+  amax.merge(f.amax);
 }
 
 cudaError_t launch_widen(cudaStream_t stream, const Matrix& x, bf16* y) {
@@ -295,8 +298,8 @@ ffi::Error GemmAnswer(In a, In b, In a_scale_inv, In b_scale_inv, In bias, In c,
                       Out workspace, GemmQuestion question) {
   Call call;
   const Check check = plan({a, b, a_scale_inv, b_scale_inv, bias, c, d_scale}, d, amax, workspace, question, call);
-  if (check.failed() || call.empty()) return check.error();
-  *question.answer = algorithm_of(call.product);
+  if (check.failed()) return check.error();
+  if (!call.empty()) *question.answer = algorithm_of(call.product);
   return ffi::Error::Success();
 }
 
@@ -313,7 +316,9 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
   Call call;
   const Check check = plan({a, b, a_scale_inv, b_scale_inv, bias, c, d_scale}, d, amax, workspace, attributes, call);
   if (check.failed()) return check.error();
-  if (present(amax)) TE_CUDA_CHECK(cudaMemsetAsync(amax->untyped_data(), 0, sizeof(float), stream));
+  if (present(amax) && (call.fused || call.empty())) {
+    TE_CUDA_CHECK(cudaMemsetAsync(amax->untyped_data(), 0, sizeof(float), stream));
+  }
   if (call.empty()) return ffi::Error::Success();
   const GemmShape& s = call.shape;
   if (call.bias) {
@@ -330,6 +335,11 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
     return error;
   }
   if (call.fused) return ffi::Error::Success();
+  const int64_t size = s.m * s.n;
+  const int64_t blocks = std::min<int64_t>(ceil_div(size, 8 * kThreads), 8 * current_device().multiprocessors);
+  AmaxTarget most;
+  most.value = data_or_null<float>(amax);
+  TE_CUDA_CHECK(prepare_amax(stream, blocks, &most));
   const Finish f{call.sums,
                  data_or_null<float>(a_scale_inv),
                  data_or_null<float>(b_scale_inv),
@@ -341,11 +351,10 @@ ffi::Error Gemm(cudaStream_t stream, In a, In b, In a_scale_inv, In b_scale_inv,
                  c.element_type(),
                  call.d.dtype,
                  call.d.data,
-                 data_or_null<float>(amax),
-                 s.m * s.n,
+                 most,
+                 size,
                  s.n,
                  aligned(call.d.data) && aligned(c.untyped_data())};
-  const int64_t blocks = std::min<int64_t>(ceil_div(f.size, 8 * kThreads), 8 * current_device().multiprocessors);
   TE_CUDA_CHECK(launch({blocks, kThreads}, stream, finish, f));
   return ffi::Error::Success();
 }

@@ -16,7 +16,8 @@ namespace {
 template <typename T>
 ffi::Error norm_fwd(cudaStream_t stream, const Norm& a, DType x_dtype, Result out) {
   TE_CUDA_CHECK(prepare(stream, out.rows * out.cols, &out));
-  if (out.rows * out.cols == 0) {
+  if (out.rows * out.cols == 0) {  // of rows without columns the statistics are NaN
+    if (!a.known) TE_CUDA_CHECK(launch({out.rows, kRowThreads}, stream, row_statistics<T>, a, out));
     TE_CUDA_CHECK(finish_amax(stream, out.amax));
     return ffi::Error::Success();
   }

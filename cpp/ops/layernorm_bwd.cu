@@ -237,12 +237,10 @@ __global__ void __launch_bounds__(256) norm_bwd_columns(const NormBackward a, in
 
 // ---- Launching
 
-int room_for_stages() { return current_device().block_shared_memory - 1024; }
-
 template <typename T, int kOperands, int kGroup>
 cudaError_t launch_rows(cudaStream_t stream, const NormBackward& a, int64_t& parts) {
   constexpr int kStageBytes = kOperands * kOperandBytes<T>;
-  const int stages = std::min(3, room_for_stages() / kStageBytes);
+  const int stages = std::min(3, current_device().shared_memory / kStageBytes);
   parts = std::min<int64_t>({ceil_div(a.rows, kThreads / kGroup), current_device().multiprocessors, kMaxParts});
   return launch({parts, kThreads, stages * kStageBytes}, stream, norm_bwd_rows<T, kGroup, kOperands>, a, stages);
 }
@@ -263,7 +261,7 @@ template <typename T>
 ffi::Error norm_bwd(cudaStream_t stream, const NormBackward& a, bool same_dtype) {
   const bool vector = a.cols % 8 == 0 && a.rows < kMostRows && aligned(a.x) && aligned(a.dy) && aligned(a.dx) &&
                       aligned(a.gamma.data) && aligned(a.residual);
-  const bool ring_fits = room_for_stages() >= (a.residual ? 3 : 2) * kOperandBytes<T>;
+  const bool ring_fits = current_device().shared_memory >= (a.residual ? 3 : 2) * kOperandBytes<T>;
   int64_t parts = 0;
   if (vector && same_dtype && ring_fits && a.cols <= kThreads * kVectors * 8) {
     TE_CUDA_CHECK(a.residual ? launch_rows<T, 3>(stream, a, parts) : launch_rows<T, 2>(stream, a, parts));

@@ -236,6 +236,7 @@ cudaError_t launch_rows_as(cudaStream_t stream, const Norm& a, const Result& out
   Launch l{0, kNormThreads, kWrites || out.amax.value ? static_cast<int>(RowParameters::bytes(out.cols)) : 0};
   int resident = 0;
   if (const cudaError_t error = resident_clusters(l, kernel, &resident); error != cudaSuccess) return error;
+  if (resident == 0) return cudaErrorLaunchOutOfResources;
   l.blocks = std::min<int64_t>(ceil_div(out.rows * kWarps * 32, kNormThreads), resident);
   return launch(l, stream, kernel, a, out);
 }
@@ -259,7 +260,7 @@ constexpr int64_t kWidestRow = 16384;  // columns
 template <typename T>
 auto rows_of(const Result& out) -> cudaError_t (*)(cudaStream_t, const Norm&, const Result&) {
   if (out.y_t || out.rows >= kMostRows || out.cols > kWidestRow ||
-      RowParameters::bytes(out.cols) + 2048 > current_device().block_shared_memory) {
+      RowParameters::bytes(out.cols) > current_device().shared_memory) {
     return nullptr;
   }
   constexpr int kVectors = 8 / sizeof(T), kWide = 4 * kVectors, kWideWarps = kWidestRow / (kWide * 256);

@@ -21,7 +21,6 @@ namespace te {
 constexpr int kStripThreads = 256;
 constexpr int kStripRows = 32;  // 4 a warp
 constexpr int kLargestCluster = 16;
-constexpr int kStripStatic = 1 << 10;  // bytes of shared memory beside a Strip, at most
 
 // A thread holds kSteps times 4 rows x 8 columns.
 template <typename T, int kSteps>
@@ -328,7 +327,7 @@ cudaError_t launch_strips_as(cudaStream_t stream, const Norm& a, const Result& o
   const auto kernel = norm_strips<T, kSteps, kStored>;
   const int cluster = static_cast<int>(ceil_div(out.cols, S::kCols));
   const int shared_memory = sizeof(S) - (kStored == Stored::kFloat ? sizeof(S::transposed) : 0);
-  if (shared_memory + kStripStatic > current_device().block_shared_memory) return cudaErrorLaunchOutOfResources;
+  if (shared_memory > current_device().shared_memory) return cudaErrorLaunchOutOfResources;
   Launch l{cluster, kStripThreads, shared_memory, cluster};
   static std::atomic<int> all_known[kDevices][kLargestCluster + 1];  // one more than run at once, 0: not known
   std::atomic<int>& known = all_known[current_device().id][cluster];

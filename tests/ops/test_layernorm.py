@@ -253,8 +253,9 @@ def test_rows_by_the_thousand_are_as_a_few_at_a_time(centred):
         testing.assert_same_bytes(of_all.amax, jnp.max(jnp.stack([few.amax for few in of_few])))
 
 
-# On a GPU a row takes 1 to 16 warps; there are more rows of 4096 than run at once.
-WIDTHS = [(70, 40), (9, 1000), (40, 1536), (150, 2056), (1200, 4096), (7, 8192), (5, 16384), (3, 16392)]
+# On a GPU a row takes 1 to 16 warps; there are more rows of 4096 than run at once; parameters of 5440 columns just do
+# not fit into the shared memory that a kernel has unasked.
+WIDTHS = [(70, 40), (9, 1000), (40, 1536), (150, 2056), (1200, 4096), (6, 5440), (7, 8192), (5, 16384), (3, 16392)]
 
 
 @pytest.mark.parametrize("dtype, stored", [(F32, E4M3), (BF16, E4M3), (BF16, BF16), (F16, F32)])
@@ -331,6 +332,19 @@ def test_zero_rows(implementation, centred, shape):
     assert out.y.shape == shape and out.y_t.shape == (8, *shape[:-1]) and float(out.amax) == 0
     dx, *parameters = jax.vjp(lambda *a: op(centred, *a), x, gamma, beta)[1](dy)
     assert dx.shape == shape and not any(d.any() for d in parameters)
+
+
+def test_zero_columns(implementation, centred):
+    x, gamma, beta, _ = inputs((16, 0))
+    out = forward(centred, x, gamma, beta, jnp.float32(1), dtype=E4M3, y_t=True, amax=True)
+    assert out.y.shape == (16, 0) and out.y_t.shape == (0, 16) and float(out.amax) == 0
+    assert np.all(np.isnan(out.rstd)) and out.rstd.shape == (16,)
+
+
+def test_no_values_at_all_are_no_absent_result(implementation, centred):
+    x, gamma, beta, _ = inputs((0,))
+    out = forward(centred, x, gamma, beta, jnp.float32(1), dtype=E4M3, y_t=True, amax=True)
+    assert out.y.shape == out.y_t.shape == (0,) and out.y.dtype == E4M3 and float(out.amax) == 0
 
 
 def test_nan_stays_in_its_row_and_shows_in_amax(implementation, centred):
