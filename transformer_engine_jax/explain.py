@@ -1,4 +1,4 @@
-"""explain: which kernels, products and collectives a function runs, in which precision and why, as a table.
+"""explain: which kernels, products and collectives a function runs, in which precision and why.
 
 All is read off the function's jaxpr, where a kernel's primitive carries its declaration and attributes; so a new kernel
 shows up here by itself. What only the compiler knows (collectives it inserts, memory) is read off the compiled program.
@@ -7,7 +7,7 @@ shows up here by itself. What only the compiler knows (collectives it inserts, m
 from __future__ import annotations
 
 import collections
-import dataclasses
+import itertools
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -20,136 +20,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from transformer_engine_jax.decisions import is_decision, platform
+from transformer_engine_jax.explanation import Buffer, Collective, Compiled, Explanation, Product, Row
 from transformer_engine_jax.handlers import HANDLERS, gemm_algorithm
 from transformer_engine_jax.primitive import kernel_p
 from transformer_engine_jax.tracing import trace_of
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
 _PACKAGE = f"{pathlib.Path(__file__).parent}/"
-
-
-# --- What is found ---------------------------------------------------------------------------------------------------
-
-
-class Buffer(NamedTuple):
-    """An array that goes into or comes out of a row's call."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One place of the program that calls a kernel, multiplies matrices, or exchanges data between devices."""
-
-    name: str  # of the kernel or primitive
-    count: int  # calls a step: trip counts of scans multiplied
-    sizes: dict[str, int]  # by the axes of the kernel's rule, groups of axes as one; m, n, k and batch of a product
-    operands: tuple[Buffer, ...]
-    results: tuple[Buffer, ...]
-    options: dict[str, Any]  # static attributes: switches, and values other than the default
-    runs: str  # what computes it on this platform
-    why: str  # what else is to know: choices that an op made, and conditions
-    phase: str  # "forward", "backward" or "recomputed" (in the backward pass of a rematerialised block)
-    where: str  # modules and scopes around it
-    source: str  # the caller's file and line
-
-    @property
-    def bytes(self) -> int:
-        """Of operands and results, each once, a call; on one device inside a shard_map."""
-        return sum(buffer.bytes for buffer in self.operands + self.results)
-
-    @property
-    def dtypes(self) -> str:
-        """`a=e4m3 b=e5m2 -> d=bf16`, scalars left out."""
-        sides = (" ".join(f"{b.name}={_short(b.dtype)}" for b in s if b.shape) for s in (self.operands, self.results))
-        return " -> ".join(sides)
-
-
-class Collective(NamedTuple):
-    """A kind of collective in the compiled program; one inside a loop counts once."""
-
-    name: str
-    count: int
-    bytes: int  # of all results
-
-
-class Product(NamedTuple):
-    """A kind of te_gemm in the compiled program; one inside a loop counts once."""
-
-    name: str  # "m=4096 n=4096 k=16384 f8_e4m3fn x f8_e5m2 -> f32, split accumulation"
-    count: int
-    algorithm: str  # one of cuBLASLt's, or our kernel, and how long it took when it was chosen
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """What the compiled program of one device needs, and on a GPU how its products run."""
-
-    temp_bytes: int
-    argument_bytes: int
-    output_bytes: int
-    collectives: tuple[Collective, ...]
-    products: tuple[Product, ...]
-
-    def __str__(self) -> str:
-        sizes = f"compiled: {_size(self.temp_bytes)} temp, {_size(self.argument_bytes)} arguments, "
-        lines = [sizes + f"{_size(self.output_bytes)} results"]
-        lines += [f"  {c.count} x {c.name}, {_size(c.bytes)} of results" for c in self.collectives]
-        lines += [] if self.collectives else ["  no collectives"]
-        lines += [f"  {p.count} x {p.name} by {p.algorithm}" for p in self.products]
-        return "\n".join(lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What `explain` found; `str` gives a table, in which places that differ in `where` alone share a line."""
-
-    platform: str
-    rows: tuple[Row, ...]
-    compiled: Compiled | None
-
-    def __str__(self) -> str:
-        places: dict[tuple[str, ...], list[Row]] = collections.defaultdict(list)
-        for row in self.rows:
-            sizes = " ".join(f"{k}={v}" for k, v in row.sizes.items())
-            options = " ".join(f"{k}={_value(v)}" for k, v in row.options.items())
-            key = row.phase, row.name, sizes, row.dtypes, options, _size(row.bytes), _reason(row)
-            places[key].append(row)
-        lines = [("calls", "phase", "kernel", "sizes", "dtypes", "options", "bytes", "runs as", "where")]
-        for key, rows in places.items():
-            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-            where = rows[0].where or rows[0].source
-            lines.append((str(sum(row.count for row in rows)), *key, where + more))
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        table = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines]
-        return "\n".join([f"on {self.platform}:", *table, *([str(self.compiled)] if self.compiled else [])])
-
-
-def _reason(row: Row) -> str:
-    return f"{row.runs}; {row.why}" if row.why else row.runs
-
-
-def _short(dtype: np.dtype) -> str:
-    """bf16 of bfloat16, e4m3 of float8_e4m3fn, i32 of int32."""
-    name = re.sub(r"^float8_(e\dm\d).*", r"\1", np.dtype(dtype).name)
-    return re.sub(r"^(b?f|u?i)(?:loat|nt)(\d+)$", r"\1\2", name)
-
-
-def _value(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _size(bytes_: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if bytes_ >= size:
-            return f"{bytes_ / size:.1f} {unit}"
-    return f"{bytes_} B"
 
 
 # --- Walking the jaxpr -----------------------------------------------------------------------------------------------
@@ -162,6 +39,7 @@ class _Place(NamedTuple):
     count: int
     condition: str
     scopes: source_info_util.NameStack
+    source: str  # of the call that it is in
 
 
 def _walk(jaxpr: Jaxpr, place: _Place) -> Iterator[Row]:
@@ -173,13 +51,13 @@ def _walk(jaxpr: Jaxpr, place: _Place) -> Iterator[Row]:
             continue
         name = eqn.primitive.name
         for i, inner in enumerate(jaxprs_in_params(eqn.params)):
-            inside = here
+            inside = here._replace(source=_source(eqn) or here.source)
             if name == "scan":
-                inside = here._replace(count=here.count * eqn.params["length"])
+                inside = inside._replace(count=here.count * eqn.params["length"])
             elif name == "while":
-                inside = here._replace(condition="in each turn of a while loop")
+                inside = inside._replace(condition="in each turn of a while loop")
             elif name == "cond":
-                inside = here._replace(condition=f"in branch {i} of a cond")
+                inside = inside._replace(condition=f"in branch {i} of a cond")
             yield from _walk(inner, inside)
 
 
@@ -188,14 +66,15 @@ def _row(eqn: JaxprEqn, place: _Place, *, operands=None, results=None, why="", *
     result_names = results or [f"y{i}" for i in range(len(eqn.outvars))]
     scopes = _scopes(place.scopes)
     decisions = [name for name in scopes if is_decision(name)]
+    places = [name for name in scopes if not (name in decisions or _NO_PLACE.search(name))]
     return Row(
         count=place.count,
         operands=_buffers(names, eqn.invars),
         results=_buffers(result_names, eqn.outvars),
         why=", ".join(filter(None, (why, *decisions, place.condition))),
         phase=_phase(place.scopes),
-        where="/".join(name for name in scopes if name not in (*_MARKS, *decisions)),
-        source=_source(eqn),
+        where="/".join(name for name, _ in itertools.groupby(places)),
+        source=_source(eqn) or place.source or "unknown",
         **fields,
     )
 
@@ -205,7 +84,8 @@ def _buffers(names, variables) -> tuple[Buffer, ...]:
     return tuple(Buffer(name, tuple(aval.shape), np.dtype(aval.dtype)) for name, aval in shaped)
 
 
-_MARKS = ("checkpoint", "rematted_computation")
+# Scopes that are no place in a model: marks of rematerialised blocks, a module's private methods, and einsums.
+_NO_PLACE = re.compile(r"^(checkpoint|rematted_computation)$|\._|->")
 
 
 def _scopes(stack: source_info_util.NameStack) -> list[str]:
@@ -220,10 +100,10 @@ def _phase(stack: source_info_util.NameStack) -> str:
 
 
 def _source(eqn: JaxprEqn) -> str:
-    """The innermost line outside this package."""
+    """The innermost line outside this package; "" where none is known, as of what JAX traced by itself."""
     frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=1000).splitlines())
     outside = [frame for frame in frames if not frame.startswith(_PACKAGE)]
-    return re.sub(r"^(.*?:\d+).*", r"\1", outside[0]) if outside else "unknown"
+    return re.sub(r"^(.*?:\d+).*", r"\1", outside[0]) if outside else ""
 
 
 # --- What is described: kernels, products, attention of cuDNN, collectives -------------------------------------------
@@ -238,7 +118,7 @@ def _kernel(eqn: JaxprEqn, place: _Place) -> Row:
         eqn,
         place,
         name=call.kernel.name,
-        sizes=_axis_sizes(call.axes(operands), operands),
+        sizes=_axis_sizes(given, call.axes(operands), operands),
         operands=given,
         results=[name for name, shape in zip(call.kernel.result_names, shapes) if shape is not None],
         options=_options(call),
@@ -265,11 +145,11 @@ def _options(call) -> dict[str, Any]:
     return options
 
 
-def _axis_sizes(axes, operands) -> dict[str, int]:
-    """The sizes of a rule's axes, the axes of a group multiplied; `...` is tokens."""
+def _axis_sizes(given, axes, operands) -> dict[str, int]:
+    """The sizes of a rule's axes, the axes of a group multiplied; `...` is tokens. A scale's are nobody's."""
     by_name: dict[str, int] = {}
-    for names, operand in zip([n for n in axes.operands if n is not None], operands):
-        by_name |= dict(zip(names, operand.shape))
+    for name, names, operand in zip(given, [n for n in axes.operands if n is not None], operands):
+        by_name |= dict(zip(names, operand.shape)) if name != "scale" else {}
     groups: dict[str, int] = {}
     for name, size in by_name.items():
         group = "tokens" if name.startswith("...") else name[0]
@@ -287,7 +167,7 @@ def _handler(call, platform: str) -> str:
     if {"gpu": "cuda"}.get(platform, platform) not in call.kernel.platforms:
         return f"plain JAX: {target} has no {language} handler"
     registered = HANDLERS.get("cpu" if platform == "cpu" else "CUDA", {})
-    return f"{target} in {language}" if target in registered else f"nothing: {target} has no {language} handler here"
+    return language if target in registered else f"nothing: {target} has no {language} handler here"
 
 
 def _product(eqn: JaxprEqn, place: _Place) -> Row:
@@ -298,7 +178,8 @@ def _product(eqn: JaxprEqn, place: _Place) -> Row:
     if a_batch:
         sizes["batch"] = prod(a[i] for i in a_batch)
     precision = eqn.params["precision"]
-    options = {} if precision is None else {"precision": precision}
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    options = {} if precision is None else {"precision": "/".join(dict.fromkeys(map(str, precisions)))}
     return _row(eqn, place, name="dot_general", sizes=sizes, operands="ab", results="d", options=options, runs="XLA")
 
 
@@ -337,7 +218,7 @@ _HLO_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 def _hlo_bytes(shapes: str) -> int:
     total = 0
     for dtype, sizes in _HLO_SHAPE.findall(shapes):
-        bits = 8 if dtype == "pred" or dtype.startswith("f8") else int(re.search(r"\d+", dtype)[0])
+        bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])  # f8e4m3fn has 8
         total += prod(int(n) for n in sizes.split(",") if n) * bits // 8
     return total
 
@@ -393,6 +274,6 @@ def explain(fn: Callable, *args, compile: bool = False, **kwargs) -> Explanation
     traced = trace_of(fn, args, kwargs)
     jaxpr = traced.jaxpr.jaxpr
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    start = _Place(platform(), 1, "", source_info_util.new_name_stack())
+    start = _Place(platform(), 1, "", source_info_util.new_name_stack(), "")
     program = _compiled(traced.lower().compile()) if compile else None
     return Explanation(start.platform, tuple(_walk(live, start)), program)

@@ -27,7 +27,9 @@ SUFFIX = "_main_grad"  # of the attribute beside a kernel, see te_nnx.main_grads
 
 
 def module(cls: type) -> type:
-    """A module as a dataclass whose fields become attributes; compared and shown as NNX does."""
+    """A module as a dataclass whose fields become attributes; compared and shown as NNX does. Calls bear its name."""
+    if "__call__" in vars(cls):
+        cls.__call__ = jax.named_scope(cls.__name__)(cls.__call__)
     return dataclasses.dataclass(eq=False, repr=False)(cls)
 
 
