@@ -1,5 +1,6 @@
 """The context: nesting, errors, and its place in the jit cache key."""
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +58,19 @@ def test_the_context_closes_after_an_error():
 def test_wrong_arguments(arguments, message):
     with pytest.raises(TypeError, match=message), te.fp8_autocast(**{"enabled": True, **arguments}):
         pass
+
+
+def test_a_guard_takes_a_resource_only():
+    with pytest.raises(TypeError, match="global_shard_guard: expected a MeshResource, got 'data'"):
+        with te.global_shard_guard("data"):
+            pass
+
+
+def test_booleans_of_numpys_switch_it_too():
+    with te.autocast(np.bool_(True)):
+        assert current().recipe is not None and not current().calibrating
+    with te.autocast(calibrating=np.bool_(True)):
+        assert current().calibrating
 
 
 def test_mesh_resource_takes_names_only():
@@ -154,6 +168,10 @@ def test_update_collections():
     assert merged == {"params": {"a": 1}, "state": {"x": {"s": 5}, "y": 2}} and original["state"]["x"]["s"] == 1
     with pytest.raises(TypeError, match="new: expected a mapping"):
         te.update_collections(None, original)
+    with pytest.raises(TypeError, match="original: expected a mapping"):
+        te.update_collections({}, None)
+    frozen = te.update_collections({"state": {"y": 3}}, flax.core.freeze(original))
+    assert isinstance(frozen, flax.core.FrozenDict) and frozen["state"] == {"x": {"s": 1}, "y": 3}
 
 
 def test_update_collections_leaves_parameters_alone_that_have_a_state_s_names():

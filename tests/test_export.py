@@ -12,6 +12,7 @@ from steps import CURRENT, DELAYED
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import STATE_COLLECTION, LayerNormMLP, TransformerLayer
+from transformer_engine_jax.ops import product
 
 pytest.importorskip("flatbuffers", reason="what jax.export writes with")
 
@@ -88,6 +89,21 @@ def test_any_batch(rec):
         read = stored(run, ["cpu", "cuda"], variables, jax.ShapeDtypeStruct((batch, *X.shape[1:]), X.dtype))
         expected = run(variables, X[:3])
     testing.assert_close(read.call(variables, X[:3]), expected, emulated.FLIP)
+
+
+@pytest.mark.parametrize("axis", ["batch", "length"])
+@pytest.mark.parametrize("rec", [None, DELAYED, CURRENT], ids=["f32", "delayed", "current"])
+def test_a_training_step_of_any_size(rec, axis, monkeypatch):
+    """On one device, where the order of gradients depends on sizes that are known."""
+    monkeypatch.setattr(product, "devices", lambda: 1)
+    variables = steps.randomized(steps.init(MODULE, X, rec=rec))
+    (n,) = export.symbolic_shape("n")
+    shape = (n, *X.shape[1:]) if axis == "batch" else (X.shape[0], n, X.shape[2])
+    with steps.autocast(rec):
+        read = stored(train, ["cpu", "cuda"], variables, jax.ShapeDtypeStruct(shape, X.dtype))
+        x = X[:3] if axis == "batch" else X[:, :3]
+        expected = jax.jit(train)(variables, x)
+    testing.assert_close(read.call(variables, x), expected, emulated.FLIP)
 
 
 def test_any_length():

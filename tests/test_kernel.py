@@ -135,6 +135,20 @@ def test_vmap_without_a_reduction_is_one_call():
     assert "scan" in text  # an amax for each example: one call each
 
 
+@pytest.mark.parametrize("each", [False, True], ids=["one call", "an amax each"])
+def test_vmap_of_a_cast_has_the_one_scale_of_all_examples(each):
+    def cast(x):
+        out = quantize(x, SCALE, dtype=E4M3, amax=each, scale_inv=True)
+        return out.q, out.scale_inv
+
+    run = jax.vmap(cast, out_axes=(0, None))  # None: an error where it depends on the example
+    q, scale_inv = run(X)
+    testing.assert_same_bytes((q, scale_inv), (jnp.stack([cast(x)[0] for x in X]), 1 / SCALE))
+    text = str(jax.make_jaxpr(run)(X))
+    assert text.count("te_kernel") == 1 and ("scan" in text) == each
+    assert run(X[:0])[0].shape == (0, *X.shape[1:])
+
+
 def test_vmap_of_a_vmap_and_of_an_unbatched_operand():
     both = jax.vmap(jax.vmap(lambda q: dequantize(q, SCALE, dtype=jnp.float32)))(quantized(X).q)
     testing.assert_same_bytes(both, dequantize(quantized(X).q, SCALE, dtype=jnp.float32))

@@ -13,6 +13,7 @@ from flax import linen as nn
 from steps import CURRENT, DELAYED
 
 from transformer_engine_jax import policies, testing
+from transformer_engine_jax.differentiable import computed_once_p
 from transformer_engine_jax.flax import DenseGeneral, LayerNormDenseGeneral, LayerNormMLP
 from transformer_engine_jax.ops.quantize import E4M3, quantize
 
@@ -65,6 +66,12 @@ def test_what_runs_twice(rec, devices):
     assert twice("mlp", policies.quantized_saveable) == {"gemm": 1}
     assert twice("mlp", both(policies.gemms_saveable, policies.quantized_saveable)) == {}
     assert twice("mlp", named("quantized", "ffn1")) == {}
+
+
+def test_what_passes_a_barrier_is_saved_behind_it():
+    saves = lambda policy: [of for of in ("product", "quantized", None) if policy(computed_once_p, X, of=of)]
+    assert saves(policies.gemms_saveable) == saves(policies.gemms_with_no_batch_dims_saveable) == ["product"]
+    assert saves(policies.quantized_saveable) == ["quantized"]
 
 
 def test_products_of_jax_are_seen_too():

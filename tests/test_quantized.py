@@ -10,7 +10,7 @@ from transformer_engine_jax.ops.quantize import E4M3, E5M2, observe
 from transformer_engine_jax.ops.state import mended, read, report
 from transformer_engine_jax.quantized import GemmState, QuantizerState, QuantizerStates
 from transformer_engine_jax.quantized import update as update_from_reports
-from transformer_engine_jax.quantizers import QuantizerSpec, attach, keep
+from transformer_engine_jax.quantizers import QuantizerSpec, attach, attention_quantizers, keep
 
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
@@ -182,6 +182,15 @@ def test_keep_returns_states_as_their_own_gradient():
     state = state_after([2])
     got = jax.grad(lambda s: jnp.sum(keep(jnp.ones(3), {"a": s})) * 5)(state)
     jax.tree.map(np.testing.assert_array_equal, got, state)
+
+
+def test_what_is_no_array_is_kept_as_it_is():
+    assert keep((1.0, "label"), [Single.create(DELAYED)]) == (1.0, "label")
+
+
+def test_attention_asks_for_its_state_at_once():
+    with pytest.raises(ValueError, match="expected the states of what it quantizes, got None"):
+        attention_quantizers(None, recipe.DelayedScaling(fp8_dpa=True))
 
 
 def test_states_that_go_unused_several_times_stay_as_they_are():

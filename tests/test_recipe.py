@@ -27,10 +27,13 @@ def test_equal_recipes_are_equal_keys_and_frozen(make):
 
 WRONG = [
     (DelayedScaling, "margin", "1"),
-    (DelayedScaling, "margin", 1000),
+    (DelayedScaling, "margin", 64),
+    (DelayedScaling, "margin", True),
     (DelayedScaling, "fp8_format", "HYBRID"),
     (DelayedScaling, "amax_history_len", 0),
     (DelayedScaling, "amax_history_len", 2.5),
+    (DelayedScaling, "amax_history_len", True),
+    (DelayedScaling, "amax_history_len", 65537),
     (DelayedScaling, "amax_compute_algo", "mean"),
     (DelayedScaling, "scaling_factor_compute_algo", 3),
     (DelayedScaling, "reduce_amax", False),
@@ -40,6 +43,7 @@ WRONG = [
     (Float8CurrentScaling, "amax_epsilon", -1.0),
     (Float8CurrentScaling, "amax_epsilon", float("inf")),
     (Float8CurrentScaling, "amax_epsilon", 1e300),
+    (Float8CurrentScaling, "amax_epsilon", True),
     (Float8CurrentScaling, "use_power_2_scales", 1),
     (Float8CurrentScaling, "fp8_gemm_wgrad", None),
     (MMParams, "use_split_accumulator", "yes"),

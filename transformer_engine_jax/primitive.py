@@ -241,24 +241,29 @@ def _batch(present, dims, *, call: Call):
         jax.ShapeDtypeStruct(np.delete(x.shape, d) if d is not None else x.shape, x.dtype)
         for x, d in zip(present, dims)
     ]
-    results = [t for t, r in zip(call.kernel.results, call.result_shapes(unbatched)) if r is not None]
+    kernel, shapes = call.kernel, call.result_shapes(unbatched)
+    results = [(t, name) for t, name, r in zip(kernel.results, kernel.result_names, shapes) if r is not None]
     fits = all((t[:1] == [group]) if group in t else d is None for t, d in zip(names, dims))
-    one_call = fits and is_group(group) and all(group in t for t in results)
-    folded = fits and all(t[:1] == [group] for t in results) and _may_fold(call, group, present)
+    # What is the same on all shards is the same for all examples: the inverse of a scale that they share.
+    shared = [fits and group not in t and kernel.reduce.get(name) == "same" for t, name in results]
+    batched = [t for (t, _), same in zip(results, shared) if not same]
+    one_call = fits and is_group(group) and all(group in t for t in batched)
+    folded = fits and all(t[:1] == [group] for t in batched) and _may_fold(call, group, present)
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(present, dims)]
     if not (one_call or folded):
         out = _one_by_one(call, front, fixed=[d is None for d in dims])
-        return out, [0] * len(out)
+        one = lambda y: jnp.max(y, axis=0, initial=-jnp.inf)  # of equals; there may be no example, or they are sharded
+        return [one(y) if same else y for y, same in zip(out, shared)], [None if same else 0 for same in shared]
     front = [
         jnp.broadcast_to(x, (size, *x.shape)) if group in t and d is None else x for x, t, d in zip(front, names, dims)
     ]
     if folded:
         merged = [x.reshape(size * x.shape[1], *x.shape[2:]) if group in t else x for x, t in zip(front, names)]
         out = kernel_p.bind(*merged, call=call)
-        return [y.reshape(size, y.shape[0] // size, *y.shape[1:]) for y in out], [0] * len(out)
-    axes = call.axes(front)
-    first = f"{group}0"
-    return kernel_p.bind(*front, call=call), [n.index(first) for n in axes.results if n is not None]
+        split = [y if same else y.reshape(size, y.shape[0] // size, *y.shape[1:]) for y, same in zip(out, shared)]
+        return split, [None if same else 0 for same in shared]
+    axes = [n for n in call.axes(front).results if n is not None]
+    return kernel_p.bind(*front, call=call), [None if same else n.index(f"{group}0") for n, same in zip(axes, shared)]
 
 
 batching.primitive_batchers[kernel_p] = _batch

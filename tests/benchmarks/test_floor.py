@@ -55,3 +55,17 @@ def test_a_floor_asks_every_contender(monkeypatch, fp8):
     kind = "fp8" if fp8 else "bf16"
     assert asked == 12 * [{name for name in floor.gemm.CONTENDERS if name.startswith(kind)}]
     assert all(f"{kind}-xla" in names for names in asked)
+
+
+def test_a_floor_of_nothing_says_so(monkeypatch):
+    monkeypatch.setattr(floor, "interleaved", lambda programs, **_: dict.fromkeys(programs, Timing(1.0, 0.0)))
+    monkeypatch.setattr(floor.gemm, "programs", lambda *_: ({}, {"bf16-xla": "out of memory"}))
+    with pytest.raises(RuntimeError, match="floor: nothing that it needs ran: .*out of memory"):
+        floor.Machine((64, 64)).floors(SHAPES["tiny"], fp8=False)
+
+
+def test_turns_that_are_no_longer_have_no_floor_of_their_own(monkeypatch):
+    monkeypatch.setattr(floor, "interleaved", lambda programs, **_: dict.fromkeys(programs, Timing(1.0, 0.0)))
+    monkeypatch.setattr(floor.gemm, "programs", lambda *_: ({"bf16-xla": lambda: None}, {}))
+    monkeypatch.setattr(floor.attention, "programs", lambda *_: ({"te": lambda: None}, {}))
+    assert floor.Machine((64, 64), turn=floor.TURN).floors(SHAPES["tiny"], fp8=False).keys() == {"floor"}

@@ -20,21 +20,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_gpt  # noqa: E402
-from gpt import data as gpt_data  # noqa: E402
+from gpt import options as gpt_options  # noqa: E402
 from gpt.options import ordinary_precision  # noqa: E402
 from gpt.record import Record  # noqa: E402
 
 TINY = "--layers 1 --hidden 32 --heads 2 --mlp 64 --seq 16 --batch 8 --lr 0.02 --eval-batches 2".split()
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """20 kB of words: a model that sees context predicts them far better than one that doesn't."""
-    words = ["gradient", "scale", "amax", "history", "tensor", "cast"]
-    chosen = np.random.default_rng(0).choice(words, size=4000)
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(" ".join(chosen)[:20_000])
-    return path
 
 
 @pytest.fixture
@@ -148,6 +138,12 @@ def test_mesh_gives_the_curve_of_one_device(text, tmp_path):
     np.testing.assert_allclose(eight["delayed"], one["delayed"], rtol=5e-3)
 
 
+def test_what_may_differ_when_a_run_is_resumed(finished):
+    resumed = ["--out", str(finished("f32")), "--resume", "--steps", "9", "--checkpoint-every", "2"]
+    options = gpt_options.parse(resumed)
+    assert (options.steps, options.checkpoint_every, options.hidden) == (9, 2, 32)
+
+
 # --- Interruption ----------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +200,8 @@ MISTAKES = {
     "no steps": ("--steps -5", "--steps must be at least 1"),
     "not a number": ("--steps many", "invalid int value: 'many'"),
     "warm-up": ("--steps 4 --warmup 5", "--warmup must be between 0 and --steps 4"),
+    "seed": ("--seed -1", "--seed must be between 0 and 2**32 - 1, got -1"),
+    "abbreviation": ("--lay 1", "unrecognized arguments"),
     "learning rate": ("--lr nan", "--lr must be positive"),
     "learning rate too large": (
         "--recipe f32 --lr 1e30 --warmup 0",
@@ -263,41 +261,3 @@ def test_mistakes_about_earlier_runs(finished, text, tmp_path, capsys):
     shutil.rmtree(out / "f32" / "checkpoints")
     assert train_gpt.main(["--out", str(out), "--resume"]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
-
-
-# --- Data ------------------------------------------------------------------------------------------------------------
-
-
-def test_folder_is_split_by_file_and_stays_so(tmp_path):
-    for index in range(200):
-        (tmp_path / f"{index}.txt").write_text(f"<{index}>" * 5)
-    before = gpt_data.load(str(tmp_path), seq=8)
-    (tmp_path / "another.txt").write_text("another")
-    after = gpt_data.load(str(tmp_path), seq=8)
-    names = lambda part: set(re.findall(rb"<\d+>", part.tobytes()))
-    assert names(before.train) | names(before.validation) == {b"<%d>" % index for index in range(200)}
-    assert not names(before.train) & names(before.validation)
-    assert names(before.validation) == names(after.validation)
-
-
-def test_default_data_is_the_standard_library():
-    data = gpt_data.load(None, seq=128)
-    assert min(len(data.train), len(data.validation)) > 100_000
-    assert b"import " in data.train.tobytes()
-
-
-def test_unigram_entropy():
-    data = gpt_data.Data(np.frombuffer(b"aabb", np.uint8), np.frombuffer(b"ccdd", np.uint8))
-    assert data.unigram_entropy == pytest.approx(np.log(4))
-
-
-def test_batches_depend_on_seed_and_step_alone(text):
-    data = gpt_data.load(str(text), seq=16)
-    first = data.train_batch(seed=0, step=1, batch=8, seq=16)
-    assert first.shape == (8, 17) and first.dtype == np.uint8
-    np.testing.assert_array_equal(first, data.train_batch(seed=0, step=1, batch=8, seq=16))
-    assert (first != data.train_batch(seed=0, step=2, batch=8, seq=16)).any()
-    assert (first != data.train_batch(seed=1, step=1, batch=8, seq=16)).any()
-    windows = np.concatenate(list(data.validation_batches(2, 4, 16)))
-    assert windows[0].tobytes() == data.validation[:17].tobytes()
-    assert windows[-1].tobytes() == data.validation[-17:].tobytes()

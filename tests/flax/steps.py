@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import emulated
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -99,3 +100,9 @@ def place(mesh, variables, resource: te.MeshResource):
         jax.tree.structure(plain), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     )
     return testing.shard(mesh, plain, specs)
+
+
+def gemm_roundings(variables, gemm: str = "gemm", rec=DELAYED):
+    """Those of a GEMM whose scales are those in its state."""
+    state = variables[STATE_COLLECTION]
+    return emulated.roundings(rec, [float(one.scale) for one in state[f"{gemm}_state"].states().values()])

@@ -129,6 +129,15 @@ def test_packed_sequences_are_sequences_of_their_own():
     testing.assert_close(jax.jit(run)(variables, X, spread), expected, 5 * F32)
 
 
+def test_a_descriptor_that_the_mask_type_ignores_moves_no_token():
+    module = MHA(enable_rotary_pos_emb=True)
+    variables = steps.randomized(steps.init(module, X))
+    spread = SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((B, S), int), jnp.tile(3 * jnp.arange(S), (B, 1)))
+    with pytest.warns(UserWarning, match="sequence_descriptor= is ignored"):
+        got = module.apply(variables, X, sequence_descriptor=spread)[0]
+    testing.assert_same_bytes(got, module.apply(variables, X)[0])
+
+
 def test_checkpointed_attention_keeps_nothing_of_it():
     kept = []
     for checkpoint in (False, True):

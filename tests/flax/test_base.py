@@ -133,6 +133,18 @@ def test_a_loss_summed_over_microbatches(how):
             assert sum(np.asarray(state["gemm_state"].x.amax_history) > 0) == len(history), "the history rolls once"
 
 
+def test_a_forward_pass_in_a_vmap_is_one_call_of_each_kernel():
+    variables = steps.init(MODULE, X, rec=DELAYED)
+    batches = jnp.stack([X, 2 * X, -0.5 * X])
+    with steps.autocast(DELAYED):
+        rows = te.explain(in_a_vmap, variables, batches).rows
+        assert sorted((row.name, row.count) for row in rows) == [("gemm", 1), ("quantize", 1), ("quantize", 1)]
+        backward = te.explain(lambda v: steps.step(in_a_vmap, v, batches)[1], variables).rows
+        testing.assert_same_bytes(in_a_vmap(variables, batches), in_a_loop(variables, batches))
+    # Of the products only the kernel's gradient is one call an example.
+    assert [row.count for row in backward if row.name == "gemm"] == [1, 3]
+
+
 def test_vmap_of_grad():
     variables = steps.init(MODULE, X, rec=DELAYED)
     batches = jnp.stack([X, 2 * X, -0.5 * X])

@@ -16,6 +16,8 @@ from steps import CURRENT
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.flax import MultiHeadAttention, SequenceDescriptor, TransformerLayer, TransformerLayerType
+from transformer_engine_jax.ops.attention import Attention
+from transformer_engine_jax.ops.attention.decode import decode_attention
 
 B, S, HIDDEN, HEADS, SOURCE = 2, 8, 16, 4, 6
 X, ENCODED, BIAS = (jnp.asarray(a) for a in emulated.normal(7, (B, S, HIDDEN), (B, SOURCE, HIDDEN), (1, HEADS, S, S)))
@@ -114,6 +116,13 @@ def test_making_the_cache_is_the_full_pass():
     testing.assert_close(got, expected, F32)
 
 
+def test_a_cache_among_the_variables_is_of_decoding_alone():
+    layer = Layer(enable_rotary_pos_emb=True)
+    variables = steps.randomized(steps.init(layer, X))
+    cache = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))(variables, X)[1]
+    testing.assert_same_bytes(layer.apply({**variables, **cache}, X[:, :5]), layer.apply(variables, X[:, :5]))
+
+
 def test_past_the_end_there_are_nans_and_nothing_else_changes():
     layer = Layer(enable_relative_embedding=False)
     variables = steps.randomized(steps.init(layer, X))
@@ -129,6 +138,19 @@ def test_past_the_end_there_are_nans_and_nothing_else_changes():
     testing.assert_close(got[:, :S], expected, 2 * F32)
     assert np.isnan(got[:, S:]).all()
     assert np.isfinite(cache["cache"]["attention"]["cached_key"]).all()
+
+
+def test_places_in_a_cache_are_counted_from_its_start():
+    """From wherever positions are counted without one."""
+    query, key = jnp.ones((B, 2, HEADS, 4)), jax.random.normal(jax.random.key(0), (B, S, HEADS, 4))
+    attend = lambda bottom_right: decode_attention(
+        query,
+        key,
+        key,
+        index=3,
+        options=Attention(0.5, True, bottom_right=bottom_right, score_mod=lambda s, q, k: s * jnp.cos(q + 2 * k)),
+    )
+    testing.assert_same_bytes(attend(True), attend(False))
 
 
 def test_bidirectional_tokens_see_what_is_there():

@@ -22,11 +22,6 @@ from transformer_engine_jax.flax import STATE_COLLECTION, DenseGeneral, LayerNor
 X4 = X.reshape(4, 8, 4, 16)
 
 
-def gemm_roundings(variables, gemm: str = "gemm", rec=DELAYED):
-    state = variables[STATE_COLLECTION]
-    return emulated.roundings(rec, [float(one.scale) for one in state[f"{gemm}_state"].states().values()])
-
-
 # --- Parameters ------------------------------------------------------------------------------------------------------
 
 AXES = dict(kernel_axes=("embed", "qkv", "heads"), bias_axes=("qkv", "heads"))
@@ -130,7 +125,7 @@ def test_layernorm_dense_is_its_stages(fields, returned):
         if rec:
             with steps.autocast(rec):
                 variables = steps.settle(module.apply, variables, x)
-            roundings = gemm_roundings(variables)
+            roundings = steps.gemm_roundings(variables)
 
         def plain(variables, x, roundings=roundings):
             y, normed = plain_layernorm_dense(variables, x, roundings=roundings, **options)
@@ -152,7 +147,7 @@ def test_dense_in_fp8_is_the_emulated_one(rec):
         if rec.stateful:
             variables = steps.settle(module.apply, variables, X4)
         y, (grads, dx) = steps.step(module.apply, variables, X4)
-    roundings = gemm_roundings(variables) if rec.stateful else emulated.roundings(rec)
+    roundings = steps.gemm_roundings(variables) if rec.stateful else emulated.roundings(rec)
     plain = lambda v, x: emulated.dense(x, v["params"]["kernel"], v["params"]["bias"], k_axes=2, roundings=roundings)
     y_, (grads_, dx_) = steps.step(plain, variables, X4)
     testing.assert_close((y, dx, grads["params"]), (y_, dx_, grads_["params"]), F32)
@@ -209,58 +204,10 @@ def test_depth_scaling_divides():
     testing.assert_close(LayerNormDenseGeneral(features=5, depth_scaling=4.0).apply(variables, X)[0], y / 4, F32)
 
 
-@pytest.mark.parametrize("alpha", [None, 8.0])
-def test_low_rank_adaptation_adds_a_b(alpha):
-    x = X4
-    module = DenseGeneral(features=(3, 16), axis=(-2, -1), low_rank_adaptation_alpha=alpha, **LORA)
-    variables = steps.init(module, x)
-    assert not np.asarray(variables["params"]["lora_b_kernel"]).any(), "starts as the kernel alone"
-    variables = steps.randomized(variables)
-
-    def plain(variables, x):
-        p = variables["params"]
-        a, b = p["lora_a_kernel"].reshape(64, 3, 4), p["lora_b_kernel"]
-        low = jnp.einsum("bsk,kqr,qrn->bsqn", x.reshape(4, 8, 64), a, b, precision="highest")
-        return emulated.dense(x, p["kernel"], p["bias"], k_axes=2) + low * (1.0 if alpha is None else alpha / 4)
-
-    testing.assert_close(steps.step(module.apply, variables, x), steps.step(plain, variables, x), F32)
-
-
-def plain_lora(variables, x, roundings=None):
-    """x[.., 8 contracted in the middle, K], the kernel's part in FP8 where roundings are given."""
-    p, x = variables["params"], jnp.moveaxis(x, 1, -1)
-    y = emulated.dense(x, p["kernel"], roundings=roundings)
-    low = jnp.einsum("bdek,kqr,qrn->bdeqn", x, p["lora_a_kernel"], p["lora_b_kernel"], precision="highest")
-    return y + low * 2.0, p["bias"]
-
-
-def test_low_rank_adaptation_of_a_middle_axis_with_the_bias_apart_and_in_fp8():
-    module = DenseGeneral(features=(3, 5), axis=1, return_bias=True, low_rank_adaptation_alpha=8.0, **LORA)
-    variables = steps.randomized(steps.init(module, X4, rec=DELAYED))
-    assert variables["params"]["lora_a_kernel"].shape == (8, 3, 4)
-    for rec in (None, DELAYED):
-        with steps.autocast(rec):
-            if rec:
-                variables = steps.settle(module.apply, variables, X4)
-            out, (grads, dx) = steps.step(module.apply, variables, X4)
-        plain = partial(plain_lora, roundings=gemm_roundings(variables) if rec else None)
-        out_, (grads_, dx_) = steps.step(plain, variables, X4)
-        testing.assert_close((out, dx, grads["params"]), (out_, dx_, grads_["params"]), F32, str(rec))
-
-
-def test_adapting_a_frozen_kernel_costs_no_gradient_of_it():
-    module = DenseGeneral(features=(3, 16), **LORA)
-    variables = steps.randomized(steps.init(module, X, rec=DELAYED))
-    adapters = {k: v for k, v in variables["params"].items() if "lora" in k}
-
-    def loss(chosen):
-        return steps.loss(module.apply({**variables, "params": {**variables["params"], **chosen}}, X))
-
-    with steps.autocast(DELAYED):
-        run, (value, expected) = jax.jit(jax.value_and_grad(loss)), jax.value_and_grad(loss)(variables["params"])
-        text = run.lower(adapters).compile().as_text()
-        testing.assert_close(run(adapters), (value, {k: expected[k] for k in adapters}), F32)
-    assert text.count('custom_call_target="te_gemm"') == 1, "neither the kernel's gradient nor that of the input"
+def test_the_axis_of_a_norm_may_be_counted_from_the_front():
+    last, second = (LayerNormDenseGeneral(features=5, axis=axis) for axis in (-1, X.ndim - 1))
+    variables = steps.init(last, X)
+    testing.assert_same_bytes(second.apply(variables, X)[0], last.apply(variables, X)[0])
 
 
 @pytest.mark.parametrize("split", [("query", "key", "value"), {"query_": 2, "rest": 1}], ids=["equal", "sizes"])

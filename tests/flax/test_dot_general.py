@@ -178,6 +178,25 @@ def test_without_fp8_it_is_jaxs_own():
     testing.assert_same_bytes(got, jnp.einsum("...k,kn->...n", x, kernel, **options))
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_in_fp8_the_result_is_as_asked(explicit):
+    x, kernel = X.astype(jnp.bfloat16), jnp.ones((X.shape[-1], 4), jnp.bfloat16)
+    options = dict(preferred_element_type=jnp.float32)
+    mesh = testing.mesh_of((2, 2), ("data", "model"), explicit=explicit)
+    with testing.on_mesh(mesh):
+        if explicit:
+            options |= dict(out_sharding=P("data", None, "model"))
+            x, kernel = testing.shard(mesh, (x, kernel), (P("data"), P()))
+        run = te_flax.make_dot_general_cls(CURRENT)().apply
+        y = jax.jit(lambda x, kernel: run({}, x, kernel, (((2,), (0,)), ((), ())), **options))(x, kernel)
+        z = jax.jit(
+            lambda x, kernel: te_flax.make_einsum_cls(CURRENT)().apply({}, "bsk,kn->bsn", x, kernel, **options)
+        )(x, kernel)
+    assert y.dtype == z.dtype == jnp.float32
+    if explicit:
+        assert y.sharding.spec == z.sharding.spec == P("data", None, "model")
+
+
 def test_one_recipe_is_one_class():
     assert te_flax.make_dot_general_cls(DELAYED) is te_flax.make_dot_general_cls(
         te.recipe.DelayedScaling(amax_history_len=4)

@@ -58,7 +58,9 @@ def test_layouts_and_transposed_inputs_are_the_same_attention():
     packed = DPA(qkv_layout="bs3hd").apply({}, jnp.stack([Q, K, V], axis=2))
     kv_packed = DPA(qkv_layout="bshd_bs2hd").apply({}, Q, jnp.stack([K, V], axis=2))
     turned = DPA(transpose_batch_sequence=True).apply({}, *(jnp.swapaxes(x, 0, 1) for x in (Q, K, V)))
-    for got in (packed, kv_packed, jnp.swapaxes(turned, 0, 1)):
+    one = jnp.stack([jnp.swapaxes(x, 0, 1) for x in (Q, K, V)], axis=2)
+    one_turned = DPA(qkv_layout="bs3hd", transpose_batch_sequence=True).apply({}, one)
+    for got in (packed, kv_packed, jnp.swapaxes(turned, 0, 1), jnp.swapaxes(one_turned, 0, 1)):
         testing.assert_close(got, expected, F32)
 
 
@@ -173,7 +175,9 @@ def test_score_mod():
         ({"window_size": "ab"}, {"cache_index": 0}, r"window: expected \(left, right\).*got 'ab'"),
         ({"score_mod": 3}, {"cache_index": 0}, r"score_mod: expected a function of \(scores, .*got 3"),
         ({"score_mod": 3}, {}, r"score_mod: expected a function of \(scores, .*got 3"),
+        ({"context_parallel_axis": "cp"}, {"cache_index": 0}, "context_parallel_axis: expected '' with a KV cache"),
         ({"num_gqa_groups": 0}, {}, "num_gqa_groups: expected a positive integer, got 0"),
+        ({"max_segments_per_seq": 0}, {}, "max_segments_per_seq: expected a positive integer, got 0"),
         ({}, {"mask": np.ones((9, 9), bool)}, r"mask: expected a shape that broadcasts to .*got \(9, 9\)"),
         ({"window_size": (1, 2, 3)}, {}, r"window: expected \(left, right\).*got \(1, 2, 3\)"),
         ({}, {"sequence_descriptor": Q[0]}, "sequence_descriptor: expected a SequenceDescriptor, such as"),
@@ -190,6 +194,13 @@ def test_attention_misuse_is_named(fields, call, message):
         DotProductAttention(**{"head_dim": D, "num_attention_heads": H, **fields}).apply({}, Q, K, V, **call)
 
 
+def test_what_need_not_be_given():
+    """A bias where there is to be none, and padding in a KV cache, whose tokens may all be there."""
+    expected = DPA().apply({}, Q, K, V)
+    testing.assert_same_bytes(DPA(attn_bias_type="no_bias").apply({}, Q, K, V), expected)
+    testing.assert_close(DPA(attn_mask_type="padding_causal").apply({}, Q, K, V, cache_index=0), expected, F32)
+
+
 def test_a_mask_may_come_in_the_place_of_a_descriptor():
     attend = DotProductAttention(D, H, attn_mask_type="padding")
     testing.assert_same_bytes(attend.apply({}, Q, K, V, PADDING), attend.apply({}, Q, K, V, mask=PADDING))
@@ -198,6 +209,7 @@ def test_a_mask_may_come_in_the_place_of_a_descriptor():
 @pytest.mark.parametrize(
     "layout, arrays, message",
     [
+        ("bs3hd", (jnp.stack([Q, K], axis=2),), r"query: expected \[B, S, 3, heads, D\] .* got \[2, 16, 2, 4, 16\]"),
         ("bs3hd", (Q,), r"query: expected \[B, S, 3, heads, D\] for qkv_layout='bs3hd', got \[2, 16, 4, 16\]"),
         (
             "bshd_bs2hd",
@@ -209,6 +221,11 @@ def test_a_mask_may_come_in_the_place_of_a_descriptor():
             "bshd_bshd_bshd",
             (Q, K),
             "qkv_layout='bshd_bshd_bshd' needs query, key, value and .*, got 2 arrays",
+        ),
+        (
+            "bshd_bshd_bshd",
+            (Q, K[..., :8], V),
+            r"DotProductAttention: key: expected \[B, S, 4, 16\], got \[2, 16, 4, 8\]",
         ),
         ("bshd_bshd_bshd", (Q[0], K, V), r"query: expected \[B, S, 4, 16\], got \[16, 4, 16\]"),
     ],

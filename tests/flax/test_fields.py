@@ -181,6 +181,8 @@ SPELLED = [
     ("DotProductAttention", "attn_mask_type", "causal_padding_bottom_right", "padding_causal_bottom_right"),
     ("LayerNormMLP", "layernorm_type", "RMS_Norm", "rmsnorm"),
     ("LayerNormMLP", "activations", ("SiLU", "linear"), ("silu", "linear")),
+    ("LayerNormMLP", "activations", ["SiLU", "linear"], ("silu", "linear")),
+    ("MultiHeadAttention", "attn_mask_type", " Causal ", "causal"),
     ("LayerNorm", "layernorm_type", "RMSNorm", "rmsnorm"),
     ("TransformerLayer", "rotary_pos_emb_group_method", "Alternate", "alternate"),
     ("TransformerLayer", "low_rank_adaptation_scope", "Exclude_MLP", "exclude_mlp"),

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import LLAMA, collectives, cpu_mesh, layer_step
 
 import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
@@ -81,6 +82,34 @@ def test_a_layer_gathers_each_kernel_once_a_pass_as_bytes(flavour, explicit, nam
     assert gathers == {f"u8[{shape}]": 2 * n for shape, n in KERNELS[name].items()}
     sums = {array: n for (array, how), n in found.items() if how == "all-reduce" and "," in array}
     assert sums == {f"f32[{shape}]": n for shape, n in KERNELS[name].items()}, "in the order of what is scattered"
+
+
+AXES = dict(kernel_axes=("embed", "mlp"))
+MODULES = {
+    "layernorm_dense": te_flax.LayerNormDenseGeneral(features=HIDDEN, **AXES),
+    "layernorm_dense, its norm returned": te_flax.LayerNormDenseGeneral(
+        features=HIDDEN, return_layernorm_output=True, **AXES
+    ),
+    "mlp": te_flax.LayerNormMLP(intermediate_dim=WIDE),
+    "mlp, its norm returned": te_flax.LayerNormMLP(intermediate_dim=WIDE, return_layernorm_output=True),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_gather_their_kernels_as_bytes(name):
+    module, mesh = MODULES[name], cpu_mesh((2,), ("data",))
+    variables = steps.init(module, X, rec=steps.CURRENT, unbox=False)
+
+    def step(variables, x, dy):
+        y, vjp = jax.vjp(lambda v, x: module.apply(v, x)[0], variables, x)
+        return y, vjp(dy)
+
+    with testing.on_mesh(mesh), steps.autocast(steps.CURRENT, mesh_resource=FSDP):
+        x, dy = (testing.shard(mesh, a, P("data")) for a in (X, DY))
+        found = collectives(step, steps.place(mesh, variables, FSDP), x, dy)
+    gathers = {array: n for (array, how), n in found.items() if how == "all-gather" and "," in array}
+    shapes = ("64,1,96", "64,96") if "mlp" in name else ("64,64",)
+    assert gathers == {f"u8[{shape}]": 2 for shape in shapes}
 
 
 def test_gradients_are_scattered_before_they_are_transposed_or_waited_for():

@@ -224,6 +224,26 @@ def test_sharded_is_unsharded(rec):
     testing.assert_close(jax.device_get(got), jax.device_get(expected), emulated.FLIP if rec else F32)
 
 
+class Counting(nn.Module):
+    """A product that is ours, in a module that writes a collection of its own in each call."""
+
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("counts", "calls", jnp.zeros, ())
+        count.value += 1
+        return te_flax.DenseGeneral(features=8)(x)
+
+
+def test_variables_of_other_collections_and_earlier_buffers_are_no_matter():
+    variables = steps.init(Counting(), XS[0])
+    buffers = te_flax.main_grads(Counting(), variables, XS[0])
+    assert paths(buffers) == {"DenseGeneral_0/kernel"}
+    used = {**variables, MAIN_GRADS_COLLECTION: jax.tree.map(jnp.ones_like, buffers)}
+    testing.assert_same_bytes(te_flax.main_grads(Counting(), used, XS[0]), buffers)
+    with steps.autocast(DELAYED):  # whose state these variables have not
+        testing.assert_same_bytes(te_flax.main_grads(Counting(), variables, XS[0]), buffers)
+
+
 def test_buffers_for_some_of_the_kernels_of_a_product():
     module = MODELS["dense, split"][0]
     variables = steps.init(module, XS[0])

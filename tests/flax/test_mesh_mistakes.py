@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import testing
-from transformer_engine_jax.sharding import tensor_parallel
+from transformer_engine_jax.flax.base import LogicalAxes
+from transformer_engine_jax.sharding import constrain, logical_axis_rules, tensor_parallel
 
 X = jnp.ones((4, 8, 32))
 MODULE = te_flax.LayerNormMLP(intermediate_dim=64, layernorm_input_axes=("batch", "seqlen", None))
@@ -39,6 +40,24 @@ def test_mesh_axes_that_do_not_exist_are_named_where_no_activation_has_axes(reso
         with pytest.raises(ValueError, match=r"axes of the mesh in force, \['data', 'model'\], got '(modle|dat)'"):
             variables = jax.jit(module.init)(jax.random.key(0), X)
             jax.jit(jax.grad(lambda v: jnp.sum(module.apply(v, X))))(variables)
+
+
+def test_logical_axes_that_are_twice_there_are_named():
+    with testing.on_mesh(MESH), pytest.raises(ValueError, match=r"each logical axis once, got \('mlp', 'mlp'\)"):
+        constrain(jnp.ones((4, 4)), ("mlp", "mlp"))
+
+
+def test_one_axis_for_dp_and_fsdp_is_one():
+    rules = dict(logical_axis_rules(te.MeshResource(dp_resource="data", fsdp_resource="data")))
+    assert rules["batch"] == ("data",) and rules["embed"] == "data"
+
+
+def test_a_box_is_opened_as_it_is_where_that_is_asked_for():
+    mesh = testing.mesh_of((2, 2), ("data", "model"), explicit=True)
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=te.MeshResource(tp_resource="model")):
+        box = LogicalAxes(testing.shard(mesh, jnp.ones((4, 4)), P()), ("embed", "mlp"))
+        assert box.unbox().sharding.spec == P(None, "model")
+        assert box.unbox(apply_constraint=False) is box.value
 
 
 def test_a_mesh_that_jax_does_not_tell_of_is_warned_of():

@@ -337,6 +337,31 @@ def test_in_a_manual_shard_map(devices, check_vma):
     assert_same_exact_states(*(g[1][STATE_COLLECTION] for g in (got, expected)))
 
 
+@pytest.mark.parametrize("calibrating", [False, True])
+def test_gradients_of_each_shard_that_the_user_sums(calibrating):
+    """Of variables that vary over the mesh axis, as where a step sums gradients itself: the amaxes are still of all."""
+    module = LayerNormMLP(intermediate_dim=96, use_bias=True)
+    x = jnp.concatenate([X16, 4 * X16])
+    variables = steps.randomized(steps.init(module, x, rec=DELAYED))
+    mesh = testing.mesh_of((2,), ("data",))
+    loss = lambda variables, x: jnp.sum(module.apply(variables, x)[0] ** 2)
+
+    def local(variables, x):
+        grads = jax.grad(loss)(jax.lax.pcast(variables, "data", to="varying"), x)
+        return jax.lax.psum(grads["params"], "data"), jax.tree.map(lambda s: s[None], grads[STATE_COLLECTION])
+
+    context = dict(recipe=DELAYED, enabled=not calibrating, calibrating=calibrating)
+    with testing.on_mesh(mesh), te.autocast(**context, amax_axes="data"):
+        specs = dict(in_specs=(P(), P("data")), out_specs=(P(), P("data")))
+        params, states = jax.device_get(jax.jit(jax.shard_map(local, **specs))(variables, x))
+    with te.autocast(**context), jax.default_device(mesh.devices.flat[0]):
+        expected = jax.device_get(jax.jit(jax.grad(loss))(variables, x))
+    testing.assert_close(params, expected["params"], FLIP)
+    for shard in range(2):
+        of_shard = jax.tree.map(lambda s, shard=shard: s[shard], states)
+        assert_same_exact_states(of_shard, expected[STATE_COLLECTION])
+
+
 # --- Misuse ----------------------------------------------------------------------------------------------------------
 
 

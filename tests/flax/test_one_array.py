@@ -89,9 +89,10 @@ def test_a_layer_has_one_product_and_no_copies():
         (dict(transpose_batch_sequence=True), {}, None),
         (dict(softmax_type="off_by_one"), {}, None),
         (dict(), dict(bias=jnp.zeros((1, 1, S, S))), None),
+        (dict(context_parallel_axis="cp"), {}, None),
         (dict(), {}, recipe.Float8CurrentScaling(fp8_dpa=True)),
     ],
-    ids=["rope of each", "rope tables", "gqa", "kernels", "qk_norm", "transposed", "softmax", "bias", "fp8_dpa"],
+    ids=["rope of each", "rope tables", "gqa", "kernels", "qk_norm", "transposed", "softmax", "bias", "cp", "fp8_dpa"],
 )
 def test_what_is_done_to_parts_takes_them_apart(fields, call, rec):
     module = MHA(**fields)
@@ -101,6 +102,15 @@ def test_what_is_done_to_parts_takes_them_apart(fields, call, rec):
         turns = rotations(module, call.get("rotary_pos_emb"))
         assert not decide(module, core, X, turns, [call.get("bias")])
         assert decide(MHA(), core, X, (None, None), [None]) == (rec is None and not fields.get("softmax_type"))
+
+
+def test_decoding_takes_them_apart():
+    module = MHA()
+    variables = jax.eval_shape(partial(module.init, decode=True), jax.random.key(0), X)
+    run = lambda v: module.apply(v, X, decode=True, mutable=["cache"])
+    assert "attention_qkv_fwd" not in kernels(run, variables)
+    cache = jax.eval_shape(run, variables)[1]["cache"]
+    assert {"cached_key", "cached_value"} < set(cache)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -39,6 +39,11 @@ def test_relative_positions_that_do_not_fit_are_named(fields, q_seqlen, message)
         RelativePositionBiases(*fields).init(jax.random.key(0), q_seqlen, 3)
 
 
+def test_fewer_than_no_keys_are_named():
+    with pytest.raises(ValueError, match="RelativePositionBiases: k_seqlen: expected 0 or more"):
+        RelativePositionBiases(32, 128, 2).init(jax.random.key(0), 3, -1)
+
+
 def test_axes_of_a_wrong_number_are_named():
     with pytest.raises(
         ValueError, match=r"RelativePositionBiases.rel_embedding: expected 2 logical axes .*got \('a',\)"

@@ -56,6 +56,12 @@ def test_bf16_in_bf16_out():
     y = Softmax(softmax_type="off_by_one").apply({}, x)
     assert y.dtype == jnp.bfloat16
     testing.assert_close(y, plain(x, 0, OFFSET, hidden=None, softmax_type="off_by_one", scale=1), BF16)
+    assert Softmax().apply({}, x, bias=BIAS).dtype == jnp.bfloat16
+
+
+def test_scores_without_heads():
+    y = Softmax(softmax_type="off_by_one").apply({}, X[0, 0])
+    testing.assert_close(y, jax.nn.softmax(jnp.pad(X[0, 0], ((0, 0), (0, 1))))[:, :-1], F32)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,13 @@ def test_states_that_fit_are_kept_and_others_start_anew():
         te_flax.init_state(MLP, settled, X, deterministic=True)
 
 
+def test_a_recipe_without_a_state_needs_no_collection():
+    variables = steps.init(MLP, X, deterministic=True)
+    with steps.autocast(CURRENT):
+        made = te_flax.init_state(MLP, variables, X, deterministic=True)
+    assert set(made) == {"params"}
+
+
 def test_the_state_of_attention_outlives_a_recipe_without_it():
     model, x = te_flax.DotProductAttention(8, 2), jnp.ones((2, 16, 2, 8))
     with steps.autocast(te.recipe.DelayedScaling(fp8_dpa=True)):

@@ -84,6 +84,7 @@ def test_conversion_says_what_differs():
     te_nnx.from_linen(model, {"params": good["params"]})  # the state may be missing: the model keeps its own
     for change, message in (
         (lambda p: p.pop("wi_kernel"), r"only one of them has \['wi_kernel'\]"),
+        (lambda p: p.clear(), r"only one of them has \['ln_bias', 'scale', 'wi_kernel', 'wo_kernel'\]"),
         (lambda p: p.update(more=X), r"only one of them has \['more'\]"),
         (lambda p: p.update(wo_kernel=X), r"params/wo_kernel: expected \['float32\[48, 32\]'\]"),
         (lambda p: p.update(scale=p["scale"].astype(jnp.bfloat16)), r"params/scale: .* got \['bfloat16\[32\]'\]"),

@@ -64,6 +64,14 @@ def test_chunks_and_tokens_equal_the_full_pass(case):
     testing.assert_same_bytes(step(model, jax.lax.slice_in_dim(x, 0, 3, axis=time)), outs[0])
 
 
+def test_a_cache_has_the_dtype_asked_for_and_is_of_decoding_alone():
+    model = twins.make(te_nnx.TransformerLayer, **LAYER, enable_rotary_pos_emb=True)
+    expected = model(X[:, :5])
+    model.init_cache(X.shape, jnp.bfloat16)
+    assert model.attention.cached_key.dtype == model.attention.cached_value.dtype == jnp.bfloat16
+    testing.assert_same_bytes(model(X[:, :5]), expected)
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_on_a_mesh_the_cache_is_sharded_as_the_keys_are(explicit):
     model = twins.make(te_nnx.TransformerLayer, **LAYER, enable_rotary_pos_emb=True)

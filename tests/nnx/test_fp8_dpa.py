@@ -117,6 +117,20 @@ def test_stacked_layers_are_those_unrolled():
         assert (np.asarray(found[name].scale) != 1).all()
 
 
+def test_states_that_are_added_are_stacked_as_those_beside_them():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.first = te_nnx.DenseGeneral(32, 32, rngs=nnx.Rngs(0))
+            self.layers = stacked(steps.DELAYED)
+            self.one = te_nnx.TransformerLayer(**FIELDS, rngs=nnx.Rngs(0))
+
+    model = Model()
+    te_nnx.init_fp8_state(model, DELAYED)
+    shapes = {name: s.scale.shape for name, s in twins.states(model).items()}
+    assert shapes.keys() >= {"layers/" + name.removeprefix("one/") for name in shapes if name.startswith("one/")}
+    assert all(shape == ((LAYERS,) if name.startswith("layers/") else ()) for name, shape in shapes.items())
+
+
 def test_training_updates_them_and_the_loss_falls():
     model = made(te_nnx.TransformerLayer, **FIELDS)
     target = jnp.sin(2 * jnp.cumsum(X.astype(jnp.float32), axis=1))

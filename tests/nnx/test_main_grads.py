@@ -107,6 +107,14 @@ def test_kernels_get_buffers_and_lose_them(name):
     assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(before)
 
 
+def test_buffers_are_f32_and_have_their_kernels_axes():
+    fields = dict(dtype=jnp.bfloat16, kernel_axes=("embed", "mlp"))
+    model = twins.make(te_nnx.DenseGeneral, 32, 24, **fields)
+    te_nnx.main_grads(model)
+    assert model.kernel_main_grad.dtype == jnp.float32
+    assert model.kernel_main_grad.get_metadata("out_sharding") == ("embed", "mlp")
+
+
 def test_gradients_without_the_buffers_say_what_to_do():
     model = twins.make(MODELS["layernorm_dense"][0])
     te_nnx.main_grads(model)

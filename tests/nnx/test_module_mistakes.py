@@ -37,6 +37,19 @@ MISUSE = {
         lambda r: te_nnx.TransformerLayer(intermediate_dropout_dims=(9,), rngs=r),
         r"axes of 3, got \(9,",
     ),
+    "dropout of all": (
+        lambda r: te_nnx.DotProductAttention(D, H, attention_dropout=1.0, rngs=r),
+        r"dropout: expected a rate in \[0, 1\), got 1.0",
+    ),
+    "mlp rate": (
+        lambda r: te_nnx.LayerNormMLP(K, intermediate_dropout_rate=1.0, rngs=r),
+        r"LayerNormMLP.intermediate_dropout_rate: expected a rate in \[0, 1\), got 1.0",
+    ),
+    "mlp of nothing": (lambda r: te_nnx.LayerNormMLP(0, rngs=r), "in_features: expected a positive integer, got 0"),
+    "no groups": (
+        lambda r: te_nnx.MultiHeadAttention(K, D, H, num_gqa_groups=0, rngs=r),
+        "MultiHeadAttention.num_gqa_groups: expected a positive integer, got 0",
+    ),
     "activation 3": (lambda r: te_nnx.LayerNormMLP(K, activations=(3,), rngs=r), "expected some of .*got 3"),
     "groups": (lambda r: te_nnx.DotProductAttention(D, H, num_gqa_groups=0)(Q, Q, Q), "num_gqa_groups: expected a pos"),
     "group method": (

@@ -297,6 +297,44 @@ def test_masks_of_a_decoder_are_linens(masked):
     testing.assert_close(nnx.jit(lambda m: m(X, Y, None, mask))(model), expected, 4 * testing.epsilon(jnp.float32))
 
 
+def test_what_is_given_in_short():
+    """One activation by its name alone; a learnable softmax without a stream, for it starts at zero."""
+    make = lambda activations: te_nnx.LayerNormMLP(16, intermediate_dim=8, activations=activations, rngs=nnx.Rngs(0))
+    x = jnp.asarray(emulated.normal(2, (4, 16))[0])
+    testing.assert_same_bytes(make("gelu")(x)[0], make(("gelu",))(x)[0])
+    assert not te_nnx.DotProductAttention(8, 4, softmax_type="learnable").softmax_offset.get_value().any()
+
+
+def test_a_descriptor_that_the_mask_type_ignores_moves_no_token():
+    model = te_nnx.MultiHeadAttention(16, 8, 2, enable_rotary_pos_emb=True, rngs=nnx.Rngs(0))
+    x, ones = jnp.asarray(emulated.normal(2, (2, 4, 16))[0]), jnp.ones((2, 4), int)
+    spread = te_flax.SequenceDescriptor.from_segment_ids_and_pos(ones, 3 * jnp.cumsum(ones, axis=1))
+    with pytest.warns(UserWarning, match="sequence_descriptor= is ignored"):
+        got = model(x, sequence_descriptor=spread)[0]
+    testing.assert_same_bytes(got, model(x)[0])
+
+
+def test_graphs_are_hashable_whatever_their_fields():
+    fields = dict(activations=["clamped_silu", "clamped_linear"], activation_params={"limit": 7.0})
+    make = lambda: te_nnx.LayerNormMLP(16, intermediate_dim=8, **fields, rngs=nnx.Rngs(0))
+    first, second = (nnx.split(make(), nnx.Variable)[0] for _ in range(2))
+    assert hash(first) == hash(second) and first == second
+
+
+def test_initial_variance_of_an_adaptation_is_one_over_what_is_contracted():
+    adapted = dict(enable_low_rank_adaptation=True, low_rank_adaptation_dim=64)
+    kernel = te_nnx.DenseGeneral(64, (3, 16), **adapted, rngs=nnx.Rngs(0)).lora_a_kernel.get_value()
+    assert kernel.shape == (64, 3, 64) and 0.9 < float(jnp.var(kernel)) * 64 < 1.1
+
+
+def test_relative_positions_only_where_they_are_enabled():
+    biases = te_nnx.RelativePositionBiases(32, 128, 2, rngs=nnx.Rngs(1))
+    fields = dict(hidden_size=16, mlp_hidden_size=8, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0)
+    make = lambda **more: te_nnx.TransformerLayer(**fields, enable_relative_embedding=False, **more, rngs=nnx.Rngs(0))
+    x = jnp.asarray(emulated.normal(2, (2, 4, 16))[0])
+    testing.assert_same_bytes(make(relative_embedding=biases)(x), make()(x))
+
+
 def test_initial_values_and_logical_axes_are_linens():
     # Large enough that an estimated standard deviation is within 3 %.
     fields = dict(hidden_size=64, mlp_hidden_size=256, num_attention_heads=8, use_bias=True)
@@ -325,54 +363,3 @@ def test_nnx_can_tabulate(name):
     model, args = pair(name)[1:]
     with steps.autocast(DELAYED):
         assert CASES[name][0] in nnx.tabulate(model, *args, console_kwargs={"width": 200})
-
-
-# --- Dropout ---------------------------------------------------------------------------------------------------------
-
-
-def test_dropout_follows_train_eval_and_the_call():
-    model = te_nnx.TransformerLayer(
-        **LAYER | dict(hidden_dropout=0.5, attention_dropout=0.2), intermediate_dropout=0.3, drop_path=0.2,
-        rngs=nnx.Rngs(0, dropout=1),
-    )  # fmt: skip
-    exact = model(X, deterministic=True)
-    testing.assert_same_bytes(model(X, deterministic=True), exact)
-    assert testing.relative_error(model(X), model(X)) > 0.1  # each call draws anew
-    model.eval()
-    testing.assert_same_bytes(model(X), exact)
-    assert testing.relative_error(model(X, deterministic=False), exact) > 0.1
-    model.train()
-    assert testing.relative_error(model(X), exact) > 0.1
-    testing.assert_same_bytes(nnx.view(model, deterministic=True)(X), exact)
-
-
-@pytest.mark.parametrize("field", ["hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"])
-def test_dropout_has_the_right_mean_and_is_reproducible(field):
-    fields = LAYER | {field: 0.25}
-    model = te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0, dropout=1))
-    again = te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0, dropout=1))
-    run = nnx.jit(twins.call)
-    testing.assert_same_bytes(run(model, X), run(again, X))
-
-    @nnx.split_rngs(splits=400)
-    @nnx.vmap(in_axes=(nnx.StateAxes({nnx.RngState: 0, ...: None}), None), out_axes=0)
-    def many(model, x):
-        return model.attention(x, deterministic=False)[0] if field == "attention_dropout" else model(x)
-
-    draws = nnx.jit(many)(model, X)
-    draw, exact = draws[0], model(X, deterministic=True)
-    if field == "attention_dropout":
-        exact = model.attention(X, deterministic=True)[0]
-        assert testing.relative_error(draw, exact) > 0.05
-        # 400 draws of relative variance below p / (1 - p) = 1/3 on the weights; nothing after them is not linear.
-        testing.assert_close(jnp.mean(draws, 0), exact, 0.06)
-    elif field == "drop_path":
-        moved = np.asarray(jnp.any(draws != X[None], axis=(2, 3)))  # both branches of a sample dropped: 1/16
-        assert 0.02 < 1 - moved.mean() < 0.12
-    else:
-        assert 0.05 < testing.relative_error(draw, exact) < 0.8
-
-
-def test_dropout_without_a_stream_says_what_to_do():
-    with pytest.raises(ValueError, match="rngs: expected"):
-        te_nnx.DotProductAttention(D, H, attention_dropout=0.1)

@@ -231,6 +231,13 @@ def test_misuse_is_named(shapes, options, call, message):
         dot_product_attention(**{n: jnp.ones(s) for n, s in shapes.items()}, options=Attention(1.0, **options), **call)
 
 
+def test_three_arrays_or_one():
+    one = jnp.zeros((B, K, 3, H, D))
+    for arrays in ((QUERY,), (QUERY, KEY4), (one[:, :, :2],)):
+        with pytest.raises(ValueError, match="expected query, key and value, or the three in one array"):
+            dot_product_attention(*arrays, options=Attention(1.0))
+
+
 def test_integers_are_not_attended():
     with pytest.raises(ValueError, match="key: expected f32, f16 or bf16, got int32"):
         dot_product_attention(QUERY, KEY4.astype(np.int32), VALUE4, options=Attention(1.0))

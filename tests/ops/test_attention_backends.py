@@ -275,7 +275,21 @@ def test_jaxs_call_where_ours_was_not_measured(monkeypatch):
         assert cudnn._has_handlers(Attention(0.3), query, query) == hopper
 
 
+def test_whose_sequences_are_packed(monkeypatch):
+    """Lengths that have offsets, and as many of queries as of keys."""
+    monkeypatch.setattr(backends, "packs", lambda: True)
+    form = partial(backends.visibility_form, Attention(1.0), Q, K, mask=None)
+    ones = lambda n: np.ones((B, n), int)
+    assert form(SequenceDescriptor.from_seqlens(ones(1))) == "lengths"
+    assert form(SequenceDescriptor.from_seqlens_and_offsets(ones(1), ones(2))) == "packed"
+    assert form(SequenceDescriptor.from_seqlens((ones(2), ones(3)))) == "mask"
+
+
 # --- The choice ------------------------------------------------------------------------------------------------------
+
+
+def of_long(examples_and_heads: tuple[int, int]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*examples_and_heads, 2**15, 2**14), jnp.bool_)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +304,7 @@ def test_jaxs_call_where_ours_was_not_measured(monkeypatch):
         ({"q": 1, "k": 1}, {}, {}, "more than one query or key"),
         ({"k": 25}, {"causal": True}, {}, "has all that is asked for"),
         ({"k": 25}, {"causal": True, "bottom_right": True}, {}, "need even lengths, not 32 and 25"),
+        ({"q": 31}, {}, {"bias": BIAS[:, :, :1]}, "need even lengths, not 31 and 24"),
         ({}, {"softmax_type": "off_by_one"}, {}, "has all that is asked for"),
         ({}, {"softmax_type": "off_by_one"}, {"bias": BIAS}, "off_by_one softmax has no masks, biases or sequences"),
         ({"d": 32}, {"softmax_type": "off_by_one"}, {"sequence_descriptor": PADDED}, "has all that is asked for"),
@@ -300,6 +315,9 @@ def test_jaxs_call_where_ours_was_not_measured(monkeypatch):
         ({}, {"dropout": 0.1}, {}, "has all that is asked for"),
         ({"q": 2**15, "k": 2**15}, {"window": (5, 5)}, {}, r"only as a mask, of 2.0 GiB"),
         ({"q": 2**15, "k": 2**15}, {"window": (5, 5), "causal": True}, {}, "has all that is asked for"),
+        ({"q": 2**15, "k": 2**14}, {}, {"mask": of_long((1, 1))}, "has all that is asked for"),
+        ({"q": 2**15, "k": 2**14}, {}, {"mask": of_long((B, 1))}, r"only as a mask, of 3.0 GiB"),
+        ({"q": 2**15, "k": 2**14}, {}, {"mask": of_long((1, H))}, r"only as a mask, of 4.0 GiB"),
         ({}, {}, {"sequence_descriptor": packed(), "bias": BIAS}, "no bias for packed sequences"),
         ({"q": 2**25}, {}, {"sequence_descriptor": packed()}, "has all that is asked for"),
         ({"q": K}, {}, {"sequence_descriptor": IDS}, "has all that is asked for, but is told segment ids as a mask"),
@@ -316,6 +334,27 @@ def test_the_choice_names_its_reason(shapes, fields, call, why, monkeypatch):
     assert backend == ("cudnn" if why.startswith("has all") else "reference")
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(reason)
+
+
+def test_the_choice_heeds_each_array(monkeypatch):
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    query, key = jnp.zeros((2, 16, 4, 64), jnp.bfloat16), jnp.zeros((2, 16, 4, 64), jnp.float16)
+    assert "bf16 or f16, not ['bfloat16', 'float16']" in attention_backend(Attention(1.0), query, key, key)[1]
+
+
+@pytest.mark.parametrize("capabilities, hopper", [([9.0, 10.0], True), ([9.0, 8.9], False), ([], True)])
+def test_the_oldest_gpu_decides(capabilities, hopper, monkeypatch):
+    monkeypatch.setattr(backends, "compute_capabilities", lambda: capabilities)
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    monkeypatch.setattr(backends, "missing", lambda: "")
+    assert backends.from_hopper_on() == hopper and backends.most_head_size() == (256 if hopper else 128)
+    x = jnp.zeros((2, 16, 4, 64), jnp.bfloat16)
+    backend, why = attention_backend(Attention(1.0), x, x, x, fp8=True)
+    assert backend == ("fp8" if hopper else "cudnn") and ("FP8 attention needs Hopper or newer" in why) != hopper
+    x = x.astype(jnp.float32)
+    assert (
+        "FP8 attention casts one of ['bfloat16', 'float16']" in attention_backend(Attention(1.0), x, x, x, fp8=True)[1]
+    )
 
 
 def test_the_choice_follows_the_default_device(monkeypatch):

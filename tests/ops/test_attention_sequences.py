@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
-from transformer_engine_jax.ops.attention.sequences import runs
+from transformer_engine_jax.ops.attention.sequences import places, runs
 
 B, S, H, G, D = 3, 16, 4, 2, 8
 QUERY, KEY, VALUE, DY = normal(5, (B, S, H, D), (B, S, G, D), (B, S, G, D), (B, S, H, D))
@@ -111,6 +111,19 @@ def test_what_lies_in_the_padding_does_not_matter():
     clean = step([QUERY, KEY, VALUE], DY)
     testing.assert_same_bytes(step([np.where(hidden, np.nan, x) for x in (QUERY, KEY, VALUE)], DY), clean)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
+
+
+def test_where_there_is_no_sequence():
+    """Lengths below 1 take no room, and a sequence that starts below 0 is none, whatever its length."""
+    lengths = SequenceDescriptor.from_seqlens
+    at = SequenceDescriptor.from_seqlens_and_offsets
+    for got, expected in (
+        (lengths(np.array([[3, -1, 4]])), lengths(np.array([[3, 0, 4]]))),
+        (at(np.array([[3, 4]]), np.array([[0, -1, -1]])), at(np.array([[3, 0]]), np.array([[0, -1, -1]]))),
+    ):
+        found, wanted = (places(one, S, S, Attention(1.0)) for one in (got, expected))
+        testing.assert_same_bytes(found, wanted)
+        testing.assert_same_bytes(runs(got)[1::2], runs(expected)[1::2])
 
 
 # --- The promise of max_segments -------------------------------------------------------------------------------------

@@ -157,6 +157,7 @@ def test_explicit_axes_are_reordered_outside_a_mesh():
     ordered = reorder_causal_load_balancing(x, cp_size=4)
     assert ordered.sharding.is_equivalent_to(x.sharding, x.ndim)
     testing.assert_same_bytes(jax.device_get(ordered), jax.device_get(reorder_causal_load_balancing(QKV[0], cp_size=4)))
+    testing.assert_same_bytes(*jax.device_get((reorder_causal_load_balancing(x, cp_size=4, seq_dim=-3), ordered)))
 
 
 @STRATEGIES
@@ -185,6 +186,7 @@ def test_balanced_order(window, strategy):
         (jnp.bfloat16, dict(causal=True, window=(5, 0)), {}, "over 'cp' cuDNN has no masks, biases, windows"),
         (jnp.bfloat16, {}, dict(bias=BIAS), "over 'cp' cuDNN has no masks, biases, windows"),
         (jnp.bfloat16, {}, dict(mask=MASK), "over 'cp' cuDNN has no masks, biases, windows"),
+        (jnp.bfloat16, dict(dropout=0.1), dict(dropout_key=1), "with dropout, cuDNN is given whole sequences"),
     ],
 )
 def test_what_cudnn_cannot(monkeypatch, dtype, fields, arguments, why):
@@ -194,6 +196,17 @@ def test_what_cudnn_cannot(monkeypatch, dtype, fields, arguments, why):
         Attention(0.3, **fields), *qkv, context_parallel=ContextParallel("cp"), **arguments
     )
     assert backend[0] == "reference" and why in backend[1]
+
+
+def test_cudnn_needs_as_many_keys_as_queries_for_causality(monkeypatch):
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    query, key = jnp.zeros((B, S, H, D), jnp.bfloat16), jnp.zeros((B, 2 * S, H, D), jnp.bfloat16)
+    for causal in (True, False):
+        backend = backends.attention_backend(
+            Attention(0.3, causal=causal), query, key, key, context_parallel=ContextParallel("cp")
+        )
+        assert backend[0] == ("reference" if causal else "cudnn")
+        assert ("over 'cp' cuDNN needs as many keys as queries" in backend[1]) == causal
 
 
 def test_dropout_is_that_of_the_whole():
@@ -242,6 +255,25 @@ def test_misuse(parallel, fields, length, message):
     call = partial(dot_product_attention, options=Attention(1.0, **fields), context_parallel=ContextParallel(*parallel))
     with testing.on_mesh(testing.mesh_of((2, 4), ("data", "cp"))), pytest.raises(ValueError, match=message):
         call(x, x, x, dropout_key=jax.random.key(0))
+
+
+def test_each_device_has_as_many_keys():
+    parallel, (query, key) = ContextParallel("cp"), (jnp.zeros((2, n, 2, 8)) for n in (S, 30))
+    with testing.on_mesh(testing.mesh_of((2, 4), ("data", "cp"))):
+        with pytest.raises(ValueError, match="key: expected a length of a multiple of 4, the size of 'cp', got 30"):
+            dot_product_attention(query, key, key, options=Attention(1.0), context_parallel=parallel)
+
+
+def test_an_axis_that_is_manual_shards_no_more():
+    def attend(x):
+        return dot_product_attention(x, x, x, options=Attention(1.0), context_parallel=ContextParallel("cp"))
+
+    x = jnp.zeros((2, S, 2, 8))
+    with testing.on_mesh(testing.mesh_of((2, 4), ("data", "cp"))):
+        with pytest.raises(
+            ValueError, match="context_parallel_axis: expected an axis .* outside any shard_map over it"
+        ):
+            jax.eval_shape(jax.shard_map(attend, in_specs=P(None, "cp"), out_specs=P(None, "cp")), x)
 
 
 def test_equal_calls_are_compiled_once():

@@ -80,6 +80,7 @@ def test_a_batch_of_current_scaling_gives_each_product_its_own_scale():
         ("...mk,...kn->...mn", ((2, 3, 8), (2, 8, 5))),
         ("bsd,dhk->bhsk", ((2, 3, 8), (8, 4, 5))),
         ("hk,bsk->bsh", ((8, 16), (2, 3, 16))),
+        ("abm,abn->abmn", ((2, 3, 8), (2, 3, 5))),
     ],
 )
 def test_einsum(equation, shapes):
@@ -185,6 +186,7 @@ X, K = jnp.ones((4, 8, 32)), jnp.ones((32, 16))
         (lambda: te.einsum("sk,kn->sn", X, K), ValueError, "the 3 axes of x"),
         (lambda: te.einsum("bsk,kk->bs", X, K), ValueError, "the 2 axes of kernel"),
         (lambda: te.einsum("bsk,kn->bn", X, K), ValueError, "each axis that only one operand has"),
+        (lambda: te.einsum("bsk,kn->bsnn", X, K), ValueError, "each axis that only one operand has, once"),
         (lambda: te.fp8_dot_general(X, K, (((2,), (0,)), ((), ())), recipe=DELAYED), ValueError, "the states of what"),
         (lambda: te.fp8_dot_general(X, K, (((2,), (0,)), ((), ())), {}), TypeError, "expected a GemmState"),
     ],

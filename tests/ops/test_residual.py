@@ -167,6 +167,8 @@ def test_a_residual_unlike_the_result_is_named():
         dense(x, kernel, residual=x)
     with pytest.raises(ValueError, match=r"residual: expected float32\[4, 8, 96\].* got bfloat16"):
         dense(x, kernel, residual=jnp.zeros((4, 8, 96), jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"layernorm_mlp: residual: expected float32\[4, 8, 32\], as the result, got"):
+        layernorm_mlp(x, None, None, (jnp.ones((64, 1, 8)), jnp.ones((8, 32))), norm_options=None, residual=True)
     with pytest.raises(ValueError, match="return_input: expected False where the residual is added"):
         layernorm_mlp(x, None, None, (jnp.ones((64, 1, 8)), jnp.ones((8, 64))), norm_options=None, residual=True,
                       return_input=True)  # fmt: skip

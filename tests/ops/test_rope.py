@@ -118,6 +118,13 @@ def test_gradient_turns_back_and_has_a_gradient(group):
     testing.assert_close(again(jnp.asarray(X))[0], y, F32)
 
 
+def test_frequencies_and_angles_of_16_bits_are_taken_as_f32():
+    frequencies = rope_frequencies(D).astype(jnp.bfloat16)
+    testing.assert_same_bytes(rope(X, frequencies), rope(X, frequencies.astype(jnp.float32)))
+    table = jnp.outer(jnp.arange(S), frequencies).astype(jnp.bfloat16)
+    testing.assert_same_bytes(rope_table(X, table), rope_table(X, table.astype(jnp.float32)))
+
+
 @GROUPS
 @pytest.mark.parametrize("inverse", [False, True])
 def test_kernel_agrees_with_its_reference(group, inverse):

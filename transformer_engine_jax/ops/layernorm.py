@@ -117,7 +117,8 @@ def rmsnorm_fwd(
 
 def _scratch(dy, x, *_, **__) -> int:
     """Scratch bytes of the CUDA handlers: rows of partial sums of dgamma and dbeta, one for each block."""
-    return 8 * x.shape[-1] * min(math.prod(x.shape[:-1]), 256)
+    rows = math.prod(x.shape[:-1])
+    return 8 * x.shape[-1] * (min(rows, 256) if isinstance(rows, int) else 256)
 
 
 @kernel(

@@ -104,8 +104,9 @@ def _transposed_later(static: _Static, z, saved: Saved) -> bool:
     of which that holds no copies, and where tokens are many for the size of kernels, in whose gradients, before they
     are computed, XLA places what it holds meanwhile.
     """
-    gated, kernel = z.shape[-2] == 2, saved.kernel.data
-    return gated and (static.dense_1.kernel_dtype.itemsize == 2 or z.size > 4 * kernel.size * devices())
+    gated, most = z.shape[-2] == 2, 4 * saved.kernel.data.size * devices()
+    many = isinstance(z.size, int) and z.size > most  # no int: known at run time only, of what is exported
+    return gated and (static.dense_1.kernel_dtype.itemsize == 2 or many)
 
 
 def _backward(static: _Static, residuals, cotangents):

@@ -47,6 +47,8 @@ def kernel_last(static, kernel, y, most: float = math.inf) -> bool:
     in bf16 for 0.30, and a training step of three of gpt3-13b's 4.0 for 4.3, under delayed scaling 3.7 for 4.1.
     """
     (k, n), tokens = _sizes(static, kernel), math.prod(y.shape[: y.ndim - kernel.ndim + static.k_axes])
+    if not isinstance(tokens, int):  # known at run time only, of what is exported
+        return False
     gradient, operands = static.kernel_dtype.itemsize * k * n, y.dtype.itemsize * tokens * (k + n)
     return devices() == 1 and static.adds is None and operands < gradient <= most * operands
 

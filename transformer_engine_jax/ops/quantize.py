@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.differentiable import differentiable, restored, stored
+from transformer_engine_jax.differentiable import align, differentiable, restored, stored
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.state import GIVEN
 from transformer_engine_jax.ops.state import report as report_of
@@ -278,6 +278,7 @@ def observe(quantizers: Sequence[Quantizer], amaxes: Sequence[jax.Array | None])
             return quantizer
         if amax.ndim == 0:
             amax = report_of(reduce_amax(amax, quantizer.spec, like=quantizer.scale))
+            amax, _ = align(amax, quantizer.scale)  # the maximum over mesh axes varies over them as its state does
         return dataclasses.replace(quantizer, scale=jnp.zeros_like(quantizer.scale), observed=amax)
 
     return [cotangent(quantizer, amax) for quantizer, amax in zip(quantizers, amaxes)]

@@ -102,7 +102,7 @@ def context_parallel_attention(
     """
     size, ring = parallel.size(), parallel.strategy == "RING"
     _check_lengths(parallel, query, key)
-    if ring and others["dropout_key"] is not None and options.dropout > 0:
+    if ring and others["dropout_key"] is not None:
         raise ValueError("context_parallel_strategy: 'RING' has no dropout; take 'ALL_GATHER'")
     sharded, whole = P(None, parallel.axis), P()
     of_keys = sharded if ring else whole

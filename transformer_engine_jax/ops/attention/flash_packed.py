@@ -90,7 +90,7 @@ def attention_packed_fwd(
     """
     places = _places(q, k, q_start, q_len, k_start, k_len)
     out = forward_reference(q, k, v, *places, scale=scale, causal=causal, left=left)
-    o = out.o if kept is None else jnp.where(kept[:, None, None, None, None], out.o, jnp.full((), jnp.nan, q.dtype))
+    o = out.o if kept is None else jnp.where(kept[:, None, None, None, None], out.o, jnp.nan)
     return AttentionFwd(o, attention_blank.reference(jnp.moveaxis(out.stats, 3, 1), q_start, q_len))
 
 

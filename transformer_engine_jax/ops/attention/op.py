@@ -127,12 +127,12 @@ def dot_product_attention(
             out = cudnn_attention(options, query, key, value, quantizers=attached, **at, **others)
         if not packed and sequence_descriptor is not None and sequence_descriptor.max_segments is not None:
             kept = runs(sequence_descriptor).kept[:, None, None, None]
-            out = jnp.where(kept, out, jnp.full((), jnp.nan, out.dtype))
+            out = jnp.where(kept, out, jnp.nan)
         return keep(sharded_over(out, own, explicit), unused)
 
 
 def _checked_qkv(qkv, *others) -> jax.Array:
-    if qkv.ndim != 5 or qkv.shape[2] != 3 or others != (None, None):
+    if qkv.ndim != 5 or qkv.shape[2] != 3 or any(x is not None for x in others):
         given = ", ".join("none" if x is None else str(list(jnp.shape(x))) for x in (qkv, *others))
         raise ValueError(
             "dot_product_attention: expected query, key and value, or the three in one array [B, S, 3, heads, D], "

@@ -206,7 +206,7 @@ def runs(sequences: SequenceDescriptor) -> Runs:
     positions = sequences.segment_pos or (None, None)
     queries, keys = (_side(*side, sequences.max_segments) for side in zip(sequences.segment_ids, positions))
     # [B, N of queries, N of keys]
-    same = (queries.id[:, :, None] == keys.id[:, None, :]) & (keys.length[:, None, :] > 0)
+    same = queries.id[:, :, None] == keys.id[:, None, :]
     of_query = lambda x: jnp.sum(jnp.where(same, x[:, None, :], 0), axis=-1, dtype=jnp.int32)
     together = ~same | (queries.position[:, :, None] == keys.position[:, None, :])
     kept = queries.kept & keys.kept & jnp.all(together, axis=(1, 2))
@@ -217,7 +217,7 @@ def runs(sequences: SequenceDescriptor) -> Runs:
 def _side(ids, positions, most: int) -> _Side:
     token = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     before = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)))
-    begins = (ids != 0) & ((ids != before) | (token == 0))
+    begins = (ids != 0) & (ids != before)
     number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
     own = (number[:, None, :] == 1 + jnp.arange(most)[None, :, None]) & (ids != 0)[:, None, :]  # [B, N, S]
     first = own & begins[:, None, :]
