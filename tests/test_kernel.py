@@ -1,7 +1,7 @@
 """The mechanism: one declaration holds under every transformation, and on bad input; meshes: test_kernel_meshes.py."""
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,18 @@ def test_reduce_of_an_unknown_result_is_refused():
             return x
 
 
+def test_a_result_that_loses_an_axis_says_what_becomes_of_its_shards():
+    with pytest.raises(TypeError, match=r"wrong: total has no axis \['k'\] of the rule `m k -> m k, m`: expected `red"):
+
+        class Results(NamedTuple):
+            y: jax.Array
+            total: jax.Array
+
+        @kernel("m k -> m k, m")
+        def wrong(x) -> Results:
+            return Results(x, x.sum(1))
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -83,6 +95,15 @@ def test_optional_results_that_nobody_uses_are_not_made(call):
         got = jax.core.eval_jaxpr(less, traced.consts)
         for one, other in zip(got, itertools.compress(expected, used), strict=True):
             testing.assert_same_bytes(one, other)
+
+
+def test_a_kernel_without_its_handler_says_what_to_do():
+    @kernel("... k -> ... k", platforms=("cpu",))
+    def not_built(x) -> jax.Array:
+        return x
+
+    with pytest.raises(RuntimeError, match="not_built: expected te_not_built among the handlers .* build the module"):
+        jax.jit(not_built).trace(X).lower(lowering_platforms=("cpu",))
 
 
 def test_unknown_and_missing_attributes_are_named():

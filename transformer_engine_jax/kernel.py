@@ -82,6 +82,13 @@ class Kernel:
             raise TypeError(
                 f"{self.name}: reduce/once/parts/by_shard/aliases/optional name unknown buffers {sorted(unknown)}"
             )
+        sharded = {t for tokens in self.operands for t in tokens if callable(whole) or t[0] not in whole}
+        for name, tokens in zip(self.result_names, self.results):
+            if not callable(whole) and name not in self.reduce and (lost := sharded - set(tokens)):
+                raise TypeError(
+                    f"{self.name}: {name} has no axis {sorted(lost)} of the rule `{rule}`: expected `reduce` to say "
+                    "how its shards are combined, or `whole`, that the axis is not sharded"
+                )
 
     def __call__(self, *operands, **attributes):
         if not self.least_operands <= len(operands) <= len(self.operand_names):

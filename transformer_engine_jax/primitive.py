@@ -96,6 +96,11 @@ def _ffi_call(call: Call, platform: str, *present) -> tuple:
         given = call.kernel.layouts(*call.fill(present), **dict(call.attributes))
         layouts = [given.get(name) for name in call.kernel.operand_names] if given else None
     target, aliases = f"te_{call.kernel.name}", _aliases(call, operands, results)
+    if platform == "cpu" and target not in HANDLERS["cpu"]:
+        raise RuntimeError(
+            f"{call.kernel.name}: expected {target} among the handlers of transformer_engine_jax._cpu, got none: build "
+            "the module again, as a new kernel's C++ wants it, or declare the kernel with platforms=()"
+        )
     run = jax.ffi.ffi_call(target, results, input_output_aliases=aliases, input_layouts=layouts)
     out = run(*operands, **attributes)
     return tuple(o for o, s in zip(out, shapes) if s is not None)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+__all__ = ["DelayedScaling", "Float8CurrentScaling", "Format", "FormatDtypes", "MMParams", "Recipe"]
+
 
 class FormatDtypes(NamedTuple):
     forward: np.dtype  # of activations and weights

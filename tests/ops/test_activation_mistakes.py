@@ -14,6 +14,7 @@ F32 = jnp.float32
     "message, call",
     {
         "activation: activations: expected some of .* got 'swish'": lambda z: activation(z, "swish"),
+        r"got 'swiglu'; write \('silu', 'linear'\) for it": lambda z: activation(z, "swiglu"),
         "activation: activations: expected some of .* got 3": lambda z: activation(z, (3,)),
         "activation: activations: expected some of .* got 4": lambda z: activation(z, 4),
         "activation: activations: expected at least one": lambda z: activation(z, ()),

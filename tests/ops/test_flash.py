@@ -57,11 +57,14 @@ def test_fp8_kernel_is_its_reference(size, fields):
 
 
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("float16", 64)])
-def test_backward_without_dropout_is_its_reference(dtype, size):
+@pytest.mark.parametrize("heads", ["groups", "repeats"])  # those that the mesh splits
+def test_backward_without_dropout_is_its_reference(dtype, size, heads):
     q, k, v, do, _ = kernel_operands(2, 2, 32, 48, size, dtype)
     out = flash.attention_fwd.reference(q, k, v, None, None, None, scale=size**-0.5, dropout=0.0, causal=True)
     operands = [out.stats, q, k, v, out.o, do, None, None, None]
-    specs = [P("data", "model"), *6 * [P("data", None, "model")], None, None]
+    split = dict(zip("gr", ("model", None) if heads == "groups" else (None, "model")))
+    of_queries, of_keys = P("data", None, split["g"], split["r"]), P("data", None, split["g"])
+    specs = [P("data", split["g"], split["r"]), of_queries, *2 * [of_keys], *2 * [of_queries], None, None, None]
     compare = lambda got, expected: testing.assert_close(got, expected, BACKWARD[dtype])
     attributes = dict(scale=size**-0.5, dropout=0.0, causal=True)
     testing.check_kernel(attention_bwd, operands, attributes, compare, specs=specs)

@@ -66,17 +66,19 @@ def operands(groups: int, repeats: int, size: int, dtype) -> list[jax.Array]:
 
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("float16", 48)])
 @pytest.mark.parametrize("fields", [dict(), dict(causal=True), dict(causal=True, left=7)], ids=str)
-def test_kernels_are_their_references(dtype, size, fields):
+@pytest.mark.parametrize("heads", ["groups", "repeats"])  # those that the mesh splits
+def test_kernels_are_their_references(dtype, size, fields, heads):
     q, k, v, do = operands(2, 2, size, dtype)
     attributes = dict(scale=size**-0.5, **fields)
     options = Attention(1.0, causal="causal" in fields, window=(fields["left"], 0) if "left" in fields else None)
     at = attending(options, Runs(*sequences(), None), Q, K)[:4]  # statistics of queries that see nothing are infinite
-    by_row = P("data", None, "model")
+    of_keys = P("data", None, "model" if heads == "groups" else None)
+    of_queries = of_keys if heads == "groups" else P("data", None, None, "model")
     compare = lambda got, expected: testing.assert_close(list(got), list(expected), TOLERANCE[dtype])
-    specs = [*3 * [by_row], *4 * [P("data")], None]
+    specs = [of_queries, *2 * [of_keys], *4 * [P("data")], None]
     testing.check_kernel(attention_packed_fwd, [q, k, v, *at, None], attributes, compare, specs=specs)
     out = attention_packed_fwd.reference(q, k, v, *at, None, **attributes)
-    specs = [*2 * [by_row], *2 * [by_row], *2 * [by_row], *4 * [P("data")]]
+    specs = [*2 * [of_queries], *2 * [of_keys], *2 * [of_queries], *4 * [P("data")]]
     testing.check_kernel(attention_packed_bwd, [out.stats, q, k, v, out.o, do, *at], attributes, compare, specs=specs)
 
 

@@ -106,6 +106,16 @@ def _clamped_linear(x, clamp: Clamp) -> Point:
 CLAMPED_CURVES = {"clamped_silu": _clamped_silu, "clamped_linear": _clamped_linear}
 CLAMPED = "_".join(CLAMPED_CURVES)  # the pair, which has a kernel
 
+# What others call pairs by, for those who write it here.
+GATED = {
+    "glu": ("sigmoid", "linear"),
+    "reglu": ("relu", "linear"),
+    "geglu": ("gelu", "linear"),
+    "swiglu": ("silu", "linear"),
+    "qgeglu": ("quick_gelu", "linear"),
+    "sreglu": ("squared_relu", "linear"),
+}
+
 # --- Kernels -----------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +275,8 @@ def fused_activation(activations: Activations, params: Mapping[str, float] | Cla
     known = [*CURVES, "linear", *CLAMPED_CURVES]
     for name in activations:
         if not callable(name) and name not in known:
-            raise ValueError(f"activation: activations: expected some of {known}, got {name!r}")
+            gated = f"; write {GATED[name]} for it" if isinstance(name, str) and name in GATED else ""
+            raise ValueError(f"activation: activations: expected some of {known}, got {name!r}{gated}")
     clamp = _clamp(activations, params)
     plain = activations[0] in CURVES and activations[1:] in ((), ("linear",))
     if plain or activations == tuple(CLAMPED_CURVES):

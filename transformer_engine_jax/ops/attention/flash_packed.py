@@ -97,6 +97,7 @@ def attention_packed_fwd(
 @kernel(
     "b q g r, b q g r d, b k g d, b k g d, b q g r d, b q g r d, b n, b n, b n, b n -> b q g r d, b k g d, b k g d",
     whole="qkdn",
+    reduce={"dk": "sum", "dv": "sum"},
     platforms=("cuda",),
     workspace=_backward_scratch,
     prepared=True,
