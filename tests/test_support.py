@@ -24,6 +24,8 @@ def test_report_names_versions_targets_and_every_recipe():
     status = dict((name, status) for name, status, _ in support.recipe_support())
     assert set(status) >= {"DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"}
     assert status["DelayedScaling"] == ("emulated" if jax.default_backend() == "cpu" else "supported")
+    chosen = re.search("algorithms: (the fastest measured, kept in .|our kernel|the first offered)", text)
+    assert bool(chosen) == (jax.default_backend() == "gpu")
 
 
 def test_the_report_is_a_command():

@@ -349,8 +349,11 @@ std::string cublaslt_version() {
   const Library& lt = library();
   if (!lt.error.empty()) return lt.error;
   const size_t version = lt.version();  // 10000 * major + 100 * minor + patch
+  const std::string which = tuning() == Tuning::kMeasure    ? "the fastest measured, kept in " + cache_folder()
+                            : tuning() == Tuning::kTakeOurs ? "our kernel wherever it can"
+                                                            : "the first offered, as nothing is timed";
   return "cuBLASLt " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-         std::to_string(version % 100);
+         std::to_string(version % 100) + ", algorithms: " + which;
 }
 
 }  // namespace te
