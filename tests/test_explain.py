@@ -190,6 +190,7 @@ def test_calls_are_counted_through_loops_and_recomputation():
     assert [(r.count, r.why) for r in rows] == [
         (15, ""), (1, "in branch 1 of a cond"), (1, "in each turn of a while loop")
     ]  # fmt: skip
+    assert str(te.explain(looped, X, jnp.ones((5, 32)))).endswith(" (each branch, and one turn of while loops)")
 
     def loss(x, w):
         return jnp.sum(jax.checkpoint(lambda x: jnp.sin(layer(x, w)))(x).astype(jnp.float32))
@@ -228,6 +229,8 @@ def test_nnx_models_change_in_a_function_that_is_not_jitted():
         of_model = te.explain(model, x)
         assert len(rows_of(of_model, "gemm")) == 2
         assert {row.where for row in of_model.rows} == {"LayerNormMLP"}
+        mine = type("Mine", (te_nnx.LayerNormMLP,), {})(32, intermediate_dim=48, rngs=nnx.Rngs(0))
+        assert {row.where for row in te.explain(mine, x).rows} == {"Mine"}
     testing.assert_same_bytes(te_nnx.to_linen(model), before)
 
 

@@ -102,7 +102,7 @@ def test_a_kernel_without_its_handler_says_what_to_do():
     def not_built(x) -> jax.Array:
         return x
 
-    with pytest.raises(RuntimeError, match="not_built: expected te_not_built among the handlers .* build the module"):
+    with pytest.raises(RuntimeError, match="not_built: expected te_not_built among the handlers for cpu, got"):
         jax.jit(not_built).trace(X).lower(lowering_platforms=("cpu",))
 
 
@@ -167,7 +167,8 @@ def test_vmap_of_a_cast_has_the_one_scale_of_all_examples(each):
     testing.assert_same_bytes((q, scale_inv), (jnp.stack([cast(x)[0] for x in X]), 1 / SCALE))
     text = str(jax.make_jaxpr(run)(X))
     assert text.count("te_kernel") == 1 and ("scan" in text) == each
-    assert run(X[:0])[0].shape == (0, *X.shape[1:])
+    of_none = run(X[:0])
+    assert of_none[0].shape == (0, *X.shape[1:]) and np.isfinite(of_none[1])
 
 
 def test_vmap_of_a_vmap_and_of_an_unbatched_operand():

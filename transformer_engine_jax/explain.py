@@ -146,7 +146,10 @@ def _options(call) -> dict[str, Any]:
 
 
 def _axis_sizes(given, axes, operands) -> dict[str, int]:
-    """The sizes of a rule's axes, the axes of a group multiplied; `...` is tokens. A scale's are nobody's."""
+    """The sizes of a rule's axes, the axes of a group multiplied; `...` is tokens.
+
+    Those of a scale, or of a state in its place, say nothing of the call.
+    """
     by_name: dict[str, int] = {}
     for name, names, operand in zip(given, [n for n in axes.operands if n is not None], operands):
         by_name |= dict(zip(names, operand.shape)) if name != "scale" else {}

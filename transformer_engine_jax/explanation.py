@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -58,9 +58,9 @@ class Row:
 
     @property
     def in_fp8(self) -> bool:
-        """Whether what it computes from, or gives, is FP8."""
-        buffers = self.operands[:2] if self.is_product else self.operands + self.results
-        return any(jnp.issubdtype(b.dtype, jnp.floating) and b.dtype.itemsize == 1 for b in buffers)
+        """Whether it is a product of FP8."""
+        operands = self.operands[:2] if self.is_product else ()
+        return any(jnp.issubdtype(b.dtype, jnp.floating) and b.dtype.itemsize == 1 for b in operands)
 
     @property
     def dtypes(self) -> str:
@@ -131,8 +131,8 @@ class Explanation:
         return "\n".join([f"on {self.platform}:", *table, *totals, *([str(self.compiled)] if self.compiled else [])])
 
 
-def _totals(rows: Iterable[Row]) -> str:
-    """What a step amounts to, `count` calls of each row."""
+def _totals(rows: Sequence[Row]) -> str:
+    """`count` calls of each row: a step, if all branches of a cond ran and while loops turned once."""
     products = [row for row in rows if row.is_product]
     said = []
     for what, chosen in (
@@ -143,7 +143,11 @@ def _totals(rows: Iterable[Row]) -> str:
         said.append(f"{sum(row.count for row in chosen)} products {what} of {_scaled(flop, 1000, ' kMGTP')}FLOP")
     others = [row for row in rows if not row.is_product]
     moved = _size(sum(row.count * row.bytes for row in others))
-    return f"in all: {', '.join(said)}, {sum(row.count for row in others)} other calls that move {moved}"
+    loops = " (each branch, and one turn of while loops)" if any(_CONDITIONAL.search(row.why) for row in rows) else ""
+    return f"in all: {', '.join(said)}, {sum(row.count for row in others)} other calls that move {moved}{loops}"
+
+
+_CONDITIONAL = re.compile("in each turn of a while loop|in branch [0-9]+ of a cond")
 
 
 def _options(options: dict[str, Any]) -> str:

@@ -82,12 +82,16 @@ class Kernel:
             raise TypeError(
                 f"{self.name}: reduce/once/parts/by_shard/aliases/optional name unknown buffers {sorted(unknown)}"
             )
-        sharded = {t for tokens in self.operands for t in tokens if callable(whole) or t[0] not in whole}
+        if not callable(whole):  # else it is known with a call's attributes
+            self._check_lost_axes(whole)
+
+    def _check_lost_axes(self, whole: str) -> None:
+        sharded = {t for tokens in self.operands for t in tokens if t[0] not in whole}
         for name, tokens in zip(self.result_names, self.results):
-            if not callable(whole) and name not in self.reduce and (lost := sharded - set(tokens)):
+            if name not in self.reduce and (lost := sharded - set(tokens)):
                 raise TypeError(
-                    f"{self.name}: {name} has no axis {sorted(lost)} of the rule `{rule}`: expected `reduce` to say "
-                    "how its shards are combined, or `whole`, that the axis is not sharded"
+                    f"{self.name}: {name} has no axis {sorted(lost)} of the rule `{self.rule}`: expected `reduce` to "
+                    "say how its shards are combined, or `whole`, that the axis is not sharded"
                 )
 
     def __call__(self, *operands, **attributes):

@@ -96,10 +96,11 @@ def _ffi_call(call: Call, platform: str, *present) -> tuple:
         given = call.kernel.layouts(*call.fill(present), **dict(call.attributes))
         layouts = [given.get(name) for name in call.kernel.operand_names] if given else None
     target, aliases = f"te_{call.kernel.name}", _aliases(call, operands, results)
-    if platform == "cpu" and target not in HANDLERS["cpu"]:
+    registered = "cpu" if platform == "cpu" else "CUDA"
+    if registered in HANDLERS and target not in HANDLERS[registered]:
         raise RuntimeError(
-            f"{call.kernel.name}: expected {target} among the handlers of transformer_engine_jax._cpu, got none: build "
-            "the module again, as a new kernel's C++ wants it, or declare the kernel with platforms=()"
+            f"{call.kernel.name}: expected {target} among the handlers for {registered}, got none: build the modules "
+            f"again, as a new kernel's C++ wants it, or declare the kernel without {platform!r} among its platforms"
         )
     run = jax.ffi.ffi_call(target, results, input_output_aliases=aliases, input_layouts=layouts)
     out = run(*operands, **attributes)
@@ -257,7 +258,8 @@ def _batch(present, dims, *, call: Call):
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(present, dims)]
     if not (one_call or folded):
         out = _one_by_one(call, front, fixed=[d is None for d in dims])
-        one = lambda y: jnp.max(y, axis=0, initial=-jnp.inf)  # of equals; there may be no example, or they are sharded
+        # All are equal. Not y[0]: examples may be sharded, or there may be none.
+        one = lambda y: jnp.max(y, axis=0, initial=-jnp.inf if size else 0.0)
         return [one(y) if same else y for y, same in zip(out, shared)], [None if same else 0 for same in shared]
     front = [
         jnp.broadcast_to(x, (size, *x.shape)) if group in t and d is None else x for x, t, d in zip(front, names, dims)

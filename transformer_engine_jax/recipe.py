@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# What transformer_engine_jax.common.recipe has, too.
 __all__ = ["DelayedScaling", "Float8CurrentScaling", "Format", "FormatDtypes", "MMParams", "Recipe"]
 
 

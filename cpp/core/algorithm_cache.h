@@ -8,6 +8,8 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -54,15 +56,17 @@ class AlgorithmCache {
     std::ofstream(path_, std::ios::app) << (cut_short_ ? "\n" + line : line);
   }
 
-  // A process's turn to measure, while others of this machine wait; not for long, lest one that was stopped stops all.
+  // A process's turn to measure, while others that share the folder wait. Not for long: where one was stopped amid its
+  // turn, the others go on without turns.
   class Turn {
    public:
     explicit Turn(const AlgorithmCache& cache)
         : file_(open((cache.path_ + ".lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
       using namespace std::chrono;
+      static std::atomic<bool> gave_up = false;
       const auto until = steady_clock::now() + seconds(60);
-      while (file_ >= 0 && flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK &&
-             steady_clock::now() < until) {
+      while (file_ >= 0 && !gave_up && flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        if (steady_clock::now() > until) gave_up = true;
         std::this_thread::sleep_for(milliseconds(5));
       }
     }

@@ -140,9 +140,10 @@ __device__ void multiply(const CUtensorMap& d, const CUtensorMap& d_rest, const 
   const auto put = [&](int chunk) {
     const bool rest = kRest && chunk == kChunks - 1;
     const uint32_t piece = pieces + chunk % kPieces * kPieceBytes;
-    // A tile's first piece may be the one that the last of the tile before was put from.
-    constexpr bool kInTurn = kChunks % kPieces == 0;
-    if (puts) kInTurn || chunk ? wait_until_read<kPieces - 1>() : wait_until_read<0>();
+    // Pieces take turns, but where kPieces does not divide kChunks a tile begins with one that was just put.
+    const bool in_turn = kChunks % kPieces == 0 || chunk > 0;
+    if (puts && in_turn) wait_until_read<kPieces - 1>();
+    if (puts && !in_turn) wait_until_read<0>();
     synchronize();
 #pragma unroll
     for (int i = 0; i < kWide / 2; i += 2) {

@@ -253,8 +253,8 @@ def test_rows_by_the_thousand_are_as_a_few_at_a_time(centred):
         testing.assert_same_bytes(of_all.amax, jnp.max(jnp.stack([few.amax for few in of_few])))
 
 
-# On a GPU a row takes 1 to 16 warps; there are more rows of 4096 than run at once; parameters of 5440 columns just do
-# not fit into the shared memory that a kernel has unasked.
+# On a GPU a row takes 1 to 16 warps; there are more rows of 4096 than run at once; parameters of 5440 columns
+# fit into the shared memory that a kernel has unasked, but not beside its static ones.
 WIDTHS = [(70, 40), (9, 1000), (40, 1536), (150, 2056), (1200, 4096), (6, 5440), (7, 8192), (5, 16384), (3, 16392)]
 
 

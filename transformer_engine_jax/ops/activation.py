@@ -106,7 +106,7 @@ def _clamped_linear(x, clamp: Clamp) -> Point:
 CLAMPED_CURVES = {"clamped_silu": _clamped_silu, "clamped_linear": _clamped_linear}
 CLAMPED = "_".join(CLAMPED_CURVES)  # the pair, which has a kernel
 
-# What others call pairs by, for those who write it here.
+# Names that pairs have elsewhere, which an error translates.
 GATED = {
     "glu": ("sigmoid", "linear"),
     "reglu": ("relu", "linear"),
