@@ -14,6 +14,7 @@ from transformer_engine_jax import testing
 from transformer_engine_jax.handlers import HANDLERS
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.activation import activation_fwd
+from transformer_engine_jax.ops.attention.flash_packed import attention_blank
 from transformer_engine_jax.ops.layernorm import layernorm_fwd, rmsnorm_fwd
 from transformer_engine_jax.ops.quantize import E4M3, amax, dequantize, quantize
 from transformer_engine_jax.ops.state import Scaling
@@ -164,11 +165,16 @@ def test_vmap_of_a_cast_has_the_one_scale_of_all_examples(each):
 
     run = jax.vmap(cast, out_axes=(0, None))  # None: an error where it depends on the example
     q, scale_inv = run(X)
-    testing.assert_same_bytes((q, scale_inv), (jnp.stack([cast(x)[0] for x in X]), 1 / SCALE))
+    testing.assert_same_bytes((q, scale_inv), (jnp.stack([cast(x)[0] for x in X]), cast(X[0])[1]))
     text = str(jax.make_jaxpr(run)(X))
     assert text.count("te_kernel") == 1 and ("scan" in text) == each
     of_none = run(X[:0])
     assert of_none[0].shape == (0, *X.shape[1:]) and np.isfinite(of_none[1])
+
+
+def test_vmap_over_no_examples():
+    x, at = jnp.ones((0, 2, 6, 16), jnp.bfloat16), jnp.zeros((0, 2, 1), jnp.int32)
+    assert jax.vmap(attention_blank)(x, at, at).shape == x.shape  # whose examples join those of the leading axis
 
 
 def test_vmap_of_a_vmap_and_of_an_unbatched_operand():

@@ -254,7 +254,7 @@ def _batch(present, dims, *, call: Call):
     shared = [fits and group not in t and kernel.reduce.get(name) == "same" for t, name in results]
     batched = [t for (t, _), same in zip(results, shared) if not same]
     one_call = fits and is_group(group) and all(group in t for t in batched)
-    folded = fits and all(t[:1] == [group] for t in batched) and _may_fold(call, group, present)
+    folded = size and fits and all(t[:1] == [group] for t in batched) and _may_fold(call, group, present)
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(present, dims)]
     if not (one_call or folded):
         out = _one_by_one(call, front, fixed=[d is None for d in dims])

@@ -65,7 +65,8 @@ def check(case: Case) -> str:
     np.testing.assert_array_equal(product(a, b), d)  # the same bits again
 
     rounded = jax.jit(partial(long_sum, dtype=jnp.bfloat16))(a, b)
-    assert np.all(np.abs(np.asarray(rounded, np.float32) - d) <= 2**-8 * np.abs(d) + 1e-2)
+    # By what may be another algorithm: of parts of a sum, which are as large as sums are, each loses some as well.
+    assert np.all(np.abs(np.asarray(rounded, np.float32) - d) <= 2**-8 * np.abs(d) + LOST * np.std(d))
 
     before = jnp.asarray(np.random.default_rng(1).standard_normal(d.shape), jnp.float32)
     added = jax.jit(long_sum, donate_argnums=2)(a, b, before + 0)

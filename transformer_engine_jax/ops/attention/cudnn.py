@@ -6,9 +6,13 @@ where ours were not built.
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+from transformer_engine_jax.decisions import shards
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, visibility_form
@@ -26,6 +30,7 @@ from transformer_engine_jax.ops.attention.sequences import (
     visible,
 )
 from transformer_engine_jax.ops.attention.shards import among_the_compilers, by_examples_and_heads, explicit_axes
+from transformer_engine_jax.sharding import of_rules
 
 
 def cudnn_attention(
@@ -70,6 +75,7 @@ def cudnn_attention(
 def _with_offset(options: Attention, query, key, value, softmax_offset) -> jax.Array:
     if _has_handlers(options, query, key):
         return flash_attention(options, query, key, value, softmax_offset=softmax_offset)
+    query, key, value = _sharded_alike(query, key, value)
     parts = Parts(options.scale, Mask(options.causal, options.reach[0]))
     return attention_of_parts(parts, query, key, value, softmax_offset)
 
@@ -79,6 +85,7 @@ def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, 
         return fp8_attention(options, query, key, value, quantizers, **lengths)
     if dropout_key is not None or (bias is None and _has_handlers(options, query, key)):
         return flash_attention(options, query, key, value, dropout_key, **lengths)
+    query, key, value = _sharded_alike(query, key, value)
     left, _ = options.reach
     return jax.nn.dot_product_attention(
         query, key, value, bias,
@@ -109,6 +116,7 @@ def _has_handlers(options: Attention, query, key) -> bool:
 
 
 def _masked(options: Attention, query, key, value, bias, queries: Places, keys: Places, mask) -> jax.Array:
+    query, key, value = _sharded_alike(query, key, value)
     seen = visible(options, queries, keys, mask)
     seen = _as_query(query, jnp.broadcast_to(seen, (*seen.shape[:2], query.shape[1], key.shape[1])))
     out = jax.nn.dot_product_attention(query, key, value, bias, seen, scale=options.scale, implementation="cudnn")
@@ -166,6 +174,41 @@ def _bias(options: Attention, bias, query, key):
 @kernel("... h, ... h q k -> ... h q k", whole="qk", platforms=())
 def placed_like(like, x) -> jax.Array:
     return x
+
+
+class Three(NamedTuple):
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+@kernel("b q g r d, b k g d, b k g d -> b q g r d, b k g d, b k g d", whole="qkrd", platforms=())
+def placed_alike(query, key, value) -> Three:
+    return Three(query, key, value)
+
+
+def _alike_forward(_, query, key, value):
+    grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
+    grouped, key, value = placed_alike(grouped, key, value)
+    return (grouped.reshape(query.shape), key, value), None
+
+
+_alike = differentiable(_alike_forward, lambda _, residuals, gradients: gradients)
+
+
+def _sharded_alike(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The three, their batch and heads sharded alike over the compiler's mesh axes, which JAX's call insists on.
+
+    Where the rules in force shard heads over more devices than groups divide over, each device has keys and values of
+    its own queries' groups: they are repeated.
+    """
+    if shards(query) == 1:
+        return query, key, value
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = math.prod(mesh.shape[name] for name in of_rules("heads")[0] if name in mesh.auto_axes)
+    if key.shape[2] % parts:
+        key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
+    return _alike(None, query, key, value)
 
 
 def _as_query(query, x) -> jax.Array:
