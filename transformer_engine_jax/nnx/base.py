@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import flax.core
@@ -37,7 +36,7 @@ def module(cls: type) -> type:
 def _under_its_name(call: Callable) -> Callable:
     """A module's call, in a scope that `explain` and profilers show."""
 
-    @functools.wraps(call)
+    @wraps(call)
     def run(self, *args, **kwargs):
         with jax.named_scope(type(self).__name__):
             return call(self, *args, **kwargs)

@@ -176,15 +176,16 @@ def placed_like(like, x) -> jax.Array:
     return x
 
 
-class Three(NamedTuple):
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
+class Alike(NamedTuple):
+    query: jax.Array  # [B, Q, G, R, D]
+    key: jax.Array  # [B, K, G, D]
+    value: jax.Array  # likewise
 
 
 @kernel("b q g r d, b k g d, b k g d -> b q g r d, b k g d, b k g d", whole="qkrd", platforms=())
-def placed_alike(query, key, value) -> Three:
-    return Three(query, key, value)
+def placed_alike(query, key, value) -> Alike:
+    """The three as they are, examples and groups of each on the same devices."""
+    return Alike(query, key, value)
 
 
 def _alike_forward(_, query, key, value):
