@@ -105,13 +105,17 @@ def restored(values: Any) -> Any:
 # --- Ops -------------------------------------------------------------------------------------------------------------
 
 
-def differentiable(forward: Callable, backward: Callable, gives: str | None = None) -> Callable:
+def differentiable(
+    forward: Callable, backward: Callable, gives: str | None = None, waits: bool = True
+) -> Callable:
     """An op from its two passes: ``op(static, *args)``.
 
     Args:
       forward: (static, *args) -> (output, residuals).
       backward: (static, residuals, cotangent of the output) -> one cotangent (a pytree, or None) per arg.
       gives: what the output is to checkpoint policies, see computed_once.
+      waits: whether the backward is computed when all it needs is there. Of a few numbers, zeros that XLA can see are
+        worth more.
 
     `static` is any hashable value: what the op needs to know at trace time, grouped in one place. Inside a manual
     shard_map, args that are arrays get summed cotangents where they are replicated; for other pytrees (states)
@@ -132,8 +136,9 @@ def differentiable(forward: Callable, backward: Callable, gives: str | None = No
 
     def op_backward(static, saved, cotangent):
         residuals, shardings = saved
-        # A cotangent that is given early waits for the forward.
-        residuals, cotangent = all_at_once(restored(residuals), cotangent)
+        residuals = restored(residuals)
+        if waits:  # a cotangent that is given early, for the forward
+            residuals, cotangent = all_at_once(residuals, cotangent)
         return tuple(map(_resharded, backward(static, residuals, cotangent), shardings))
 
     op.defvjp(op_forward, op_backward)

@@ -226,7 +226,7 @@ def _keep_backward(_, state, cotangents):
     return (updated.or_where_unused(kept),)
 
 
-_keep = differentiable(_keep_forward, _keep_backward)
+_keep = differentiable(_keep_forward, _keep_backward, waits=False)
 
 
 def _tie_forward(_, y, token):
@@ -239,7 +239,7 @@ def _tie_backward(_, residuals, cotangent):
     return align(cotangent, jnp.float32(0))
 
 
-_tie = differentiable(_tie_forward, _tie_backward)
+_tie = differentiable(_tie_forward, _tie_backward, waits=False)
 
 
 def keep(y: Any, states: Any) -> Any:

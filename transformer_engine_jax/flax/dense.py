@@ -133,14 +133,15 @@ class LayerNormDenseGeneral(_LayerNormDense):
 
 
 class LayerNormDenseParts(_LayerNormDense):
-    """A LayerNormDenseGeneral of x[.., inputs] that another module computes, together with others: its `parts`."""
+    """A LayerNormDenseGeneral of x[.., inputs] that another module computes, together with others: a call makes its parts."""
 
     inputs: int = 0
     fp8: bool = False  # whether autocast applies
 
-    def setup(self):
+    @nn.compact
+    def __call__(self) -> ProjectionParts:
         # In the order of LayerNormDenseGeneral, on which initial values depend.
         norm = self.make_norm(self.inputs, self.param_dtype or self.dtype)
         kernel, bias = self._make_kernel((self.inputs,))
         quantizers = self.gemm_quantizers("gemm", self.fp8, self.quantization_checkpoint_name)
-        self.parts = ProjectionParts(*norm, kernel, self.kernel_axes, bias, *quantizers)
+        return ProjectionParts(*norm, kernel, self.kernel_axes, bias, *quantizers)
