@@ -225,6 +225,16 @@ def test_four_products_have_a_state_each():
     assert [leaf.shape for leaf in leaves] == 4 * [(3, 2 + DELAYED.amax_history_len)]
 
 
+def test_a_state_that_goes_unused_costs_one_pass():
+    layer, high = Layer(use_bias=True), te.recipe.DelayedScaling(fp8_gemms=lambda m, k, n: False)
+    variables = steps.init(layer, X, rec=high)
+    with steps.autocast(high):
+        step = jax.jit(jax.grad(lambda v, x: jnp.sum(layer.apply(v, x)[0])))
+        text = step.lower(variables, X).compile().as_text()
+    made = [line for line in text[text.index("\nENTRY") :].splitlines() if "f32[3,18]{1,0} " in line]
+    assert [sum(op in line for line in made) for op in (" parameter(", " fusion(")] == [4, 4] and len(made) == 8
+
+
 @pytest.mark.parametrize(
     "scope, adapted",
     [

@@ -209,7 +209,7 @@ class MultiHeadAttention(Fp8Module):
             common = dict(inputs=inputs_q.shape[-1], fp8=fp8, bias_init=self.bias_init)
             norms = [layout[0].source, *[dict(enable_layernorm=False)] * (len(layout) - 1)]
             return [
-                LayerNormDenseParts(p.features, name=p.name, **common, **p.product, **norm)()
+                LayerNormDenseParts(p.features, name=p.name, **common, **p.product, **norm).parts()
                 for p, norm in zip(layout, norms)
             ]
 

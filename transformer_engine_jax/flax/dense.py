@@ -133,15 +133,15 @@ class LayerNormDenseGeneral(_LayerNormDense):
 
 
 class LayerNormDenseParts(_LayerNormDense):
-    """A LayerNormDenseGeneral of x[.., inputs] that another module computes, together with others: a call makes its parts."""
+    """A LayerNormDenseGeneral of x[.., inputs] that another module computes, together with others: its `parts()`."""
 
     inputs: int = 0
     fp8: bool = False  # whether autocast applies
 
-    @nn.compact
-    def __call__(self) -> ProjectionParts:
+    def setup(self):
         # In the order of LayerNormDenseGeneral, on which initial values depend.
         norm = self.make_norm(self.inputs, self.param_dtype or self.dtype)
         kernel, bias = self._make_kernel((self.inputs,))
         quantizers = self.gemm_quantizers("gemm", self.fp8, self.quantization_checkpoint_name)
-        return ProjectionParts(*norm, kernel, self.kernel_axes, bias, *quantizers)
+        parts = ProjectionParts(*norm, kernel, self.kernel_axes, bias, *quantizers)
+        self.parts = lambda: parts  # of attributes Flax takes the states apart, to look for modules in them
