@@ -105,9 +105,7 @@ def restored(values: Any) -> Any:
 # --- Ops -------------------------------------------------------------------------------------------------------------
 
 
-def differentiable(
-    forward: Callable, backward: Callable, gives: str | None = None, waits: bool = True
-) -> Callable:
+def differentiable(forward: Callable, backward: Callable, gives: str | None = None, waits: bool = True) -> Callable:
     """An op from its two passes: ``op(static, *args)``.
 
     Args:
