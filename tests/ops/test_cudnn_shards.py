@@ -15,27 +15,45 @@ import transformer_engine_jax as te
 from transformer_engine_jax import testing
 
 B, S, H, D = 8, 16, 8, 64
+CAUSAL = cudnn.MaskType.CAUSAL
 BOUND = 2.0**-7  # bf16, of gradients that are summed over repeated heads
 
 
-def attend(q, k, v, bias, *_, scale, variadic_args, mask_type, is_training=True, **__):
-    k, v = (jnp.repeat(x.astype(jnp.float32), q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), k) * scale
+def scores_of(q, k, bias, scale, variadic_args, mask_type):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), k.astype(jnp.float32)) * scale
     scores = scores + bias.astype(jnp.float32) if variadic_args[0] else scores
-    if mask_type == cudnn.MaskType.CAUSAL:
-        scores = jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -1e30)
+    return jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -1e30) if mask_type == CAUSAL else scores
+
+
+def repeated(q, *arrays):
+    return [jnp.repeat(x, q.shape[2] // x.shape[2], axis=2).astype(jnp.float32) for x in arrays]
+
+
+def attend(q, k, v, bias, *_, is_training=True, scale, variadic_args, mask_type, **__):
+    k, v = repeated(q, k, v)
+    scores = scores_of(q, k, bias, scale, variadic_args, mask_type)
     logs = jax.nn.logsumexp(scores, axis=-1)
     out = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores - logs[..., None]), v).astype(q.dtype)
     return [out, logs] if is_training else [out]
 
 
-def gradients(q, k, v, bias, *others, variadic_args, **static):
-    run = lambda *operands: attend(*operands, variadic_args=variadic_args, **static)[0]
-    dq, dk, dv, dbias = jax.vjp(run, q, k, v, bias)[1](others[-1])
+def gradients(q, k, v, bias, *others, scale, variadic_args, mask_type, **_):
+    """Of the logarithms of sums and the output that are given, which need not be those of these keys alone."""
+    *_, logs, out, dout = others
+    along = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+
+    def weighted(q, k, v, bias):
+        k, v = repeated(q, k, v)
+        weights = jnp.exp(scores_of(q, k, bias, scale, variadic_args, mask_type) - logs[..., None])
+        dscores = weights * (jnp.einsum("bqhd,bkhd->bhqk", dout.astype(jnp.float32), v) - along.mT[..., None])
+        constants = jax.lax.stop_gradient((weights, dscores))
+        values = jnp.einsum("bhqk,bkhd,bqhd->", constants[0], v, dout.astype(jnp.float32))
+        return values + jnp.sum(scores_of(q, k, bias, scale, variadic_args, mask_type) * constants[1])
+
+    dq, dk, dv, dbias = jax.grad(weighted, argnums=(0, 1, 2, 3))(q, k, v, bias)
     return [dq, dk, dv, *([dbias] if variadic_args[1] else [])]
 
 
-@pytest.fixture(autouse=True)
 def in_cudnns_place(monkeypatch):
     choose_as_on_hopper(monkeypatch)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91900)
@@ -57,7 +75,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("groups, of_keys, options, given", CASES.values(), ids=CASES)
-def test_query_heads_over_more_devices_than_groups(groups, of_keys, options, given):
+def test_query_heads_over_more_devices_than_groups(monkeypatch, groups, of_keys, options, given):
     shapes = (B, S, H, D), (B, S, groups, D), (B, S, groups, D), (B, S, H, D)
     *three, dy = (jnp.asarray(x, jnp.bfloat16) for x in emulated.normal(3, *shapes))
     run = partial(te.dot_product_attention, options=te.Attention(0.25, **options), **given)
@@ -69,6 +87,7 @@ def test_query_heads_over_more_devices_than_groups(groups, of_keys, options, giv
     mesh = testing.mesh_of((2, 4), ("data", "model"))
     with jax.default_device(mesh.devices.flat[0]):
         expected = jax.device_get(jax.jit(step)(*three, dy))
+    in_cudnns_place(monkeypatch)
     resource = te.MeshResource(dp_resource="data", tp_resource="model")
     with testing.on_mesh(mesh), te.autocast(mesh_resource=resource):
         placed = testing.shard(mesh, [*three, dy], [HEADS, of_keys, of_keys, HEADS])
