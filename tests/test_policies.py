@@ -13,9 +13,9 @@ from flax import linen as nn
 from steps import CURRENT, DELAYED
 
 from transformer_engine_jax import policies, testing
-from transformer_engine_jax.differentiable import computed_once_p
 from transformer_engine_jax.flax import DenseGeneral, LayerNormDenseGeneral, LayerNormMLP
 from transformer_engine_jax.ops.quantize import E4M3, quantize
+from transformer_engine_jax.order import computed_once_p
 
 named = jax.checkpoint_policies.save_only_these_names
 both = jax.checkpoint_policies.save_from_both_policies

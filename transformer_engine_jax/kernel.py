@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.differentiable import align
+from transformer_engine_jax.alignment import align
 from transformer_engine_jax.primitive import NO_MESH, kernel_p
 from transformer_engine_jax.rules import Axes, name_axes, parse
 

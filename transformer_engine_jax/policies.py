@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax._src.lax.lax import _reduce_precision_lower
 from jax.interpreters import mlir
 
-from transformer_engine_jax.differentiable import computed_once_p
 from transformer_engine_jax.ops.quantize import is_fp8
+from transformer_engine_jax.order import computed_once_p
 from transformer_engine_jax.primitive import kernel_p
 
 
@@ -30,7 +30,7 @@ def gemms_with_no_batch_dims_saveable(primitive, *operands, **params) -> bool:
 def quantized_saveable(primitive, *operands, **params) -> bool:
     """Saves what is quantized, with its scales and amaxes, so that no tensor is quantized twice."""
     if primitive is jax.lax.bitcast_convert_type_p:
-        return is_fp8(operands[0].dtype)  # as bytes, see differentiable.stored
+        return is_fp8(operands[0].dtype)  # as bytes, see stored.py
     if primitive is computed_once_p:
         return params["of"] == "quantized"
     if primitive is not kernel_p:

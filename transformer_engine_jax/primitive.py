@@ -20,8 +20,8 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer_engine_jax import partition
+from transformer_engine_jax.alignment import align, explicit_meshes
 from transformer_engine_jax.decisions import compute_capabilities
-from transformer_engine_jax.differentiable import align, explicit_meshes
 from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
 from transformer_engine_jax.rules import is_group
 from transformer_engine_jax.sharding import sharded_over

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_engine_jax.alignment import align
 from transformer_engine_jax.autocast import autocast, current
-from transformer_engine_jax.differentiable import align, differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.state import BINS, Scaling
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates, scaling_of, start, update
 from transformer_engine_jax.recipe import DelayedScaling, Recipe

@@ -174,6 +174,11 @@ class LogicalAxes(nn.LogicallyPartitioned):
         ours = mesh.explicit_axes or (not mesh.empty and nn.get_logical_axis_rules())
         return constrain(self.value, self.names) if apply_constraint and ours else super().unbox(apply_constraint)
 
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """Of the Variable that Flax's bridge makes: as NNX modules have it, which needs no mesh."""
+        shardings = {"out_sharding": self.names, "sharding_rules": self.rules, "mesh": self.mesh}
+        return {"value": self.value, **shardings, "eager_sharding": False}
+
 
 def with_axes(
     module: nn.Module, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int]

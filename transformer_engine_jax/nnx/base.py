@@ -15,11 +15,11 @@ from flax import nnx
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
 from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive, respell
-from transformer_engine_jax.nnx.state import Fp8AttentionState, Fp8GemmState, Fp8State, recipe_of_state
+from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
-from transformer_engine_jax.quantized import QuantizerStates
+from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
 from transformer_engine_jax.quantizers import GemmQuantizers, gemm_quantizers
 from transformer_engine_jax.sharding import constrain
 
@@ -55,7 +55,7 @@ class helper:
 
 
 class Fp8Module(nnx.Module):
-    """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8GemmState."""
+    """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8State."""
 
     def freeze_fields(self) -> None:
         """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See respell too."""
@@ -111,12 +111,12 @@ class Fp8Module(nnx.Module):
 
     def make_fp8_state(self, gemm: str) -> None:
         """The state of one GEMM: always there, so that autocast may be switched on later."""
-        setattr(self, f"{gemm}_state", Fp8GemmState.create(recipe_of_state()))
+        setattr(self, f"{gemm}_state", Fp8State.create(GemmState, recipe_of_state()))
 
     def make_attention_state(self) -> None:
         """The state of attention, where the recipe in force has fp8_dpa; else none, and the model can't have it."""
         wanted = current().recipe is not None and current().recipe.fp8_dpa
-        self.attention_state = Fp8AttentionState.create(recipe_of_state()) if wanted else nnx.data(None)
+        self.attention_state = Fp8State.create(AttentionState, recipe_of_state()) if wanted else nnx.data(None)
 
     @helper
     def state_in_use(self, name: str, needed: bool) -> QuantizerStates | None:

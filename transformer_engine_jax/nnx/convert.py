@@ -12,6 +12,7 @@ from flax import nnx, traverse_util
 
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.nnx.state import Fp8State
+from transformer_engine_jax.quantized import QuantizerStates
 
 _COLLECTIONS = {"params": nnx.Param, STATE_COLLECTION: Fp8State}
 
@@ -22,9 +23,11 @@ def _variables(model: nnx.Module, kind: type) -> dict[tuple[str, ...], nnx.Varia
     return {tuple(str(part) for part in path): variable for path, variable in found}
 
 
-def _array(variable: nnx.Variable, value: Any) -> Any:
-    """What the variable holds of a value in Linen's collections: the array of a state, whatever form that has."""
-    return getattr(variable.KIND.of(value), "packed", value) if isinstance(variable, Fp8State) else value
+def _value(variable: nnx.Variable, value: Any) -> Any:
+    """What the variable holds of a value in Linen's collections, whatever form that has of a state."""
+    states = variable.states if isinstance(variable, Fp8State) else None
+    given = None if states is None else states.of(value)
+    return variable.holding(given) if isinstance(given, QuantizerStates) else value
 
 
 def _layout(value: Any) -> list[str]:
@@ -51,11 +54,11 @@ def from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
             paths = sorted("/".join(path) for path in unknown)
             raise ValueError(f"from_linen: {name}: expected the same names in both, but only one of them has {paths}")
         for path, variable in own.items():
-            value = _array(variable, given[path])
+            value = _value(variable, given[path])
             got, expected = _layout(value), _layout(variable.get_value())
             if got != expected:
                 raise ValueError(f"from_linen: {name}/{'/'.join(path)}: expected {expected}, got {got}")
-            variable.set_value(jnp.asarray(value))
+            variable.set_value(jax.tree.map(jnp.asarray, value))
 
 
 def to_linen(model: nnx.Module) -> dict[str, Any]:
@@ -65,6 +68,6 @@ def to_linen(model: nnx.Module) -> dict[str, Any]:
       model: its attributes have the names of the Linen modules.
     """
     flat = {name: _variables(model, kind) for name, kind in _COLLECTIONS.items()}
-    value = lambda v: v.states if isinstance(v, Fp8State) else v.get_value()
+    value = lambda v: v.states if isinstance(v, Fp8State) and v.states is not None else v.get_value()
     nested = {name: traverse_util.unflatten_dict({p: value(v) for p, v in f.items()}) for name, f in flat.items()}
     return {name: collection for name, collection in nested.items() if collection}

@@ -6,46 +6,60 @@ An optimizer made with wrt=nnx.Param never sees it, and a gradient with respect 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
+from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, STATE_COLLECTION
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
 from transformer_engine_jax.recipe import DelayedScaling, Recipe
 
 
-class Fp8State(nnx.Variable):
-    """Holds the packed array of a GemmState or an AttentionState: one array, as checkpoints want it of a Variable."""
+class _Bridged:
+    """What Flax's bridge makes of an Fp8State for Linen: the states, as our Linen modules have them."""
 
-    KIND: ClassVar[type[QuantizerStates]] = QuantizerStates
+    @staticmethod
+    def from_nnx_metadata(metadata: dict[str, Any]) -> Any:
+        return _states(metadata["value"], metadata["kind"])
+
+
+def _states(value: Any, kind: type[QuantizerStates] | None) -> QuantizerStates | None:
+    return value if isinstance(value, QuantizerStates) or kind is None else kind(value)
+
+
+@nnx.register_variable_name(STATE_COLLECTION, overwrite=True)
+class Fp8State(nnx.Variable):
+    """Holds the packed array of a GemmState or an AttentionState: one array, as checkpoints want it of a Variable.
+
+    One type for both, as Flax's bridge knows Linen's collections by the types of Variables. Of a Linen module in that
+    bridge it holds what the collection has: our states themselves, and whatever else is replaced by its gradient.
+    """
 
     @classmethod
-    def create(cls, recipe: Recipe, stacked: tuple[int, ...] = ()) -> Fp8State:
-        """As KIND.create."""
-        return cls(cls.KIND.create(recipe, stacked).packed)
+    def create(cls, kind: type[QuantizerStates], recipe: Recipe, stacked: tuple[int, ...] = ()) -> Fp8State:
+        """As kind.create."""
+        return cls(kind.create(recipe, stacked).packed, kind=kind, linen_meta_type=_Bridged)
 
     @property
-    def states(self) -> QuantizerStates:
-        """What the array is; its tensors' are attributes here too: gemm_state.x.scale."""
-        return self.KIND(self.get_value())
+    def states(self) -> QuantizerStates | None:
+        """What it holds; its tensors' are attributes here too: gemm_state.x.scale. None where it is not ours."""
+        states = _states(self.get_value(), self.get_metadata().get("kind"))
+        return states if isinstance(states, QuantizerStates) else None
+
+    def holding(self, states: QuantizerStates) -> Any:
+        """The value that holds other states in the form of this one."""
+        return states if isinstance(self.get_value(), QuantizerStates) else states.packed
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.states, name) if name in type(self).KIND.TENSORS else super().__getattr__(name)
+        ours = name in _TENSORS and isinstance(self.states, QuantizerStates)
+        return getattr(self.states, name) if ours else super().__getattr__(name)
 
 
-class Fp8GemmState(Fp8State):
-    """That of one GEMM."""
-
-    KIND = GemmState
+_TENSORS = {*GemmState.TENSORS, *AttentionState.TENSORS}
 
 
-class Fp8AttentionState(Fp8State):
-    """That of attention."""
-
-    KIND = AttentionState
-
-
+@nnx.register_variable_name(MAIN_GRADS_COLLECTION, overwrite=True)
 class MainGrad(nnx.Variable):
     """Holds the sum of a kernel's gradients, f32, see `main_grads`."""
 
@@ -83,7 +97,8 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
         )
     flat, own = dict(nnx.to_flat_state(new)), dict(nnx.to_flat_state(nnx.state(model, Fp8State)))
     for path in flat.keys() & own.keys():
-        flat[path] = flat[path].replace(flat[path].states.or_where_unused(own[path].states).packed)
+        if (states := flat[path].states) is not None:
+            flat[path] = flat[path].replace(flat[path].holding(states.or_where_unused(own[path].states)))
     nnx.update(model, nnx.from_flat_state(flat))
     return nnx.state(grads, nnx.Not(_OVERWRITTEN))
 
@@ -99,12 +114,14 @@ def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
     """
     recipe = recipe_of_state(recipe)
     found = list(nnx.iter_graph(model))
-    states = {path: variable for path, variable in found if isinstance(variable, Fp8State)}
+    states = {
+        path: variable for path, variable in found if isinstance(variable, Fp8State) and variable.states is not None
+    }
     for variable in states.values():
-        variable.set_value(variable.KIND.create(recipe, variable.states.layout[0]).packed)
+        variable.set_value(variable.holding(variable.states.create(recipe, variable.states.layout[0])))
     for path, node in found if recipe.fp8_dpa else []:
         if isinstance(node, nnx.Module) and getattr(node, "attention_state", node) is None:
-            node.attention_state = Fp8AttentionState.create(recipe, _stacked(path, states))
+            node.attention_state = Fp8State.create(AttentionState, recipe, _stacked(path, states))
 
 
 def _stacked(path: tuple, states: dict[tuple, Fp8State]) -> tuple[int, ...]:

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.differentiable import all_at_once, differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.after import after
 from transformer_engine_jax.ops.quantize import FLOATS, MEASURED, OPTIONAL_BESIDE_Y, partial_sums
 from transformer_engine_jax.ops.result import store
 from transformer_engine_jax.ops.state import GIVEN
+from transformer_engine_jax.order import all_at_once
 
 # --- Curves, formula for formula those of cpp/ops/activation.h -----------------------------------------------------
 

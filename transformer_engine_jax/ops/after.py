@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.decisions import devices
-from transformer_engine_jax.differentiable import computed_once_p, in_scanned_layers
+from transformer_engine_jax.order import computed_once_p, in_scanned_layers
 
 _last = threading.local()  # the kernel's gradient that was last computed, weakly referred to
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.decisions import devices
-from transformer_engine_jax.differentiable import all_at_once, computed_once, differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers, check_residual
 from transformer_engine_jax.ops.gemm import gemm
@@ -28,6 +28,7 @@ from transformer_engine_jax.ops.quantize import (
     watch_gradient,
 )
 from transformer_engine_jax.ops.transpose import transposed
+from transformer_engine_jax.order import all_at_once, computed_once
 from transformer_engine_jax.partition import names_of
 from transformer_engine_jax.quantized import QuantizedTensor
 from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer

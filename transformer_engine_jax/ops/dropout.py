@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from transformer_engine_jax.differentiable import all_at_once, differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.order import all_at_once
 
 # What a module is told of a residual connection around it: whether its last product adds its input to the result; or,
 # where more is to happen, a function (result, input) -> result. Either way its norm adds the input's two gradients up.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from transformer_engine_jax.differentiable import computed_once, differentiable, in_scanned_layers
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
@@ -30,6 +30,7 @@ from transformer_engine_jax.ops.layernorm import (
 )
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting, named
+from transformer_engine_jax.order import computed_once, in_scanned_layers
 from transformer_engine_jax.quantized import QuantizedTensor
 from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
 from transformer_engine_jax.sharding import Axes, SequenceShards, constrain

@@ -10,7 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.decisions import devices
-from transformer_engine_jax.differentiable import computed_once, differentiable, gradients_at_once
+from transformer_engine_jax.differentiable import differentiable, gradients_at_once
 from transformer_engine_jax.ops.activation import (
     Activations,
     Clamp,
@@ -37,6 +37,7 @@ from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_back
 from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward, transposed_now, transposes_later
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting
+from transformer_engine_jax.order import computed_once
 from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
 from transformer_engine_jax.sharding import FREE, Axes, SequenceShards, constrain
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.decisions import devices, platform
-from transformer_engine_jax.differentiable import all_at_once, differentiable, in_scanned_layers
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.gemm import gemm
+from transformer_engine_jax.order import all_at_once, in_scanned_layers
 
 
 def computes(x, kernel) -> bool:

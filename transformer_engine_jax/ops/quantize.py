@@ -13,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.differentiable import align, differentiable, restored, stored
+from transformer_engine_jax.alignment import align
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.state import GIVEN
 from transformer_engine_jax.ops.state import report as report_of
 from transformer_engine_jax.partition import pmax
 from transformer_engine_jax.quantized import QuantizedTensor
 from transformer_engine_jax.quantizers import Quantizer, QuantizerSpec
+from transformer_engine_jax.stored import restored, stored
 
 E4M3 = np.dtype(jnp.float8_e4m3fn)
 E5M2 = np.dtype(jnp.float8_e5m2)

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import jax
 
-from transformer_engine_jax.differentiable import computed_once, differentiable
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.attention.flash import Flash, attention_fp8_fwd
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.quantize import dequantize, observe, quantize_for
+from transformer_engine_jax.order import computed_once
 from transformer_engine_jax.quantizers import Quantizer
 
 # Below E4M3's largest, 448, and a power of two: multiplying by it is exact.

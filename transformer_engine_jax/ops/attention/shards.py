@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from transformer_engine_jax.differentiable import align, differentiable, explicit_meshes
+from transformer_engine_jax.alignment import align, explicit_meshes
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.partition import dividing, names_of
 from transformer_engine_jax.sharding import of_rules, sharded_over

@@ -1,0 +1,110 @@
+"""The order in which a step is computed, which bounds its memory, and what in it XLA computes once: barriers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from transformer_engine_jax.decisions import devices
+from transformer_engine_jax.stored import restored, stored
+
+
+def all_at_once(*values):
+    """The values behind a barrier: XLA uses none of them before all have been computed.
+
+    On one device XLA computes first what leads on to the inputs' gradients, and last of all the gradients of weights
+    (and what the forward pass returns), so that the operands of all of them stay in memory. Over several devices that
+    would wait for collectives too: see ops/after.py. In layers that are scanned the order is left to XLA: there kernels
+    use their places in stacked arrays as they are, unless a barrier is between.
+    """
+    if devices() > 1 or in_scanned_layers():
+        return values
+    leaves, tree = jax.tree.flatten(values)
+    return jax.tree.unflatten(tree, all_at_once_p.bind(*leaves))
+
+
+def computed_once(values: Any, given: Any = (), of: str | None = None) -> Any:
+    """The values, which XLA computes once even where a scan's body uses them and the scan stacks them too.
+
+    A kernel whose result is only stacked writes it into the stack. Where the result is used as well, XLA would run the
+    kernel twice (as of jaxlib 0.11.2), for the stack and for the use; behind a barrier it runs once, and is copied.
+
+    given: arrays that nothing here computes; they pass as they are.
+    of: what the values are to checkpoint policies, which must save them behind the barrier: a "product" or "quantized".
+    """
+    if _scan() not in ("body", "forward"):
+        return values
+    as_they_are = set(map(id, jax.tree.leaves(given)))
+    once = functools.partial(computed_once_p.bind, of=of)
+    return jax.tree.map(lambda x: x if id(x) in as_they_are else restored(jax.tree.map(once, stored(x))), values)
+
+
+def in_scanned_layers() -> bool:
+    """Whether this is a pass over layers that a scan runs, which stacks what the forward pass keeps."""
+    return _scan() in ("forward", "backward")
+
+
+_LOOPS = inspect.unwrap(jax.lax.scan).__code__.co_filename
+
+
+def _scan() -> str | None:
+    """Of a scan whose body JAX traces, the "forward" or "backward" pass, or "body" where it is not differentiated.
+
+    Only its functions on Python's stack tell. Where gradients are taken inside of a body, as over microbatches, that is
+    a "body" in both passes. JAX's caches do not see it: a function that is jitted by itself, and called both in a scan
+    and outside, has the barriers of the call that was traced first. Its results are the same; only time and memory
+    differ.
+    """
+    found = None
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == _LOOPS:
+            name = frame.f_code.co_name
+            if name.startswith("_scan_transpose"):
+                return "backward"
+            if name in ("_scan_linearize", "_scan_jvp"):
+                found = "forward"
+            elif name == "scan":
+                found = found or "body"
+        frame = frame.f_back
+    return found
+
+
+# A barrier of XLA's, but one that lets go of what nobody uses: a rematerialised block that wants one of the values must
+# not compute the others again.
+all_at_once_p = Primitive("te_all_at_once")
+all_at_once_p.multiple_results = True
+all_at_once_p.def_impl(lambda *values: list(values))
+all_at_once_p.def_abstract_eval(lambda *values: list(values))
+mlir.register_lowering(
+    all_at_once_p, mlir.lower_fun(lambda *values: jax.lax.optimization_barrier(values), multiple_results=True)
+)
+batching.primitive_batchers[all_at_once_p] = lambda values, axes: (all_at_once_p.bind(*values), axes)
+ad.primitive_jvps[all_at_once_p] = lambda values, tangents: (all_at_once_p.bind(*values), tangents)
+
+
+def _without_unused(used: list[bool], *others):
+    *_, eqn = others  # from JAX 0.12 on, which inputs live on comes before it
+    if not any(used):
+        return used, None
+    kept = lambda variables: [v for v, keep in zip(variables, used) if keep]
+    return used, eqn.replace(invars=kept(eqn.invars), outvars=kept(eqn.outvars))
+
+
+partial_eval.dce_rules[all_at_once_p] = _without_unused
+
+
+computed_once_p = Primitive("te_computed_once")
+computed_once_p.def_impl(lambda x, of: x)
+computed_once_p.def_abstract_eval(lambda x, of: x)
+mlir.register_lowering(
+    computed_once_p, mlir.lower_fun(lambda x, of: jax.lax.optimization_barrier(x), multiple_results=False)
+)
+batching.primitive_batchers[computed_once_p] = lambda x, axes, of: (computed_once_p.bind(*x, of=of), *axes)
+ad.primitive_jvps[computed_once_p] = lambda x, dx, of: (computed_once_p.bind(*x, of=of), *dx)
