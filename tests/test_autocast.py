@@ -178,9 +178,9 @@ def test_update_collections_leaves_parameters_alone_that_have_a_state_s_names():
     weights = {name: {"kernel": jnp.ones((2, 3))} for name in ("query", "key", "value")}
     packed = jnp.asarray([[1.0, -1.0, 3.0], [4.0, 0.0, 6.0]])
     params = {"attention": weights, "embedding": {"packed": packed}, "gemm": dict(x=packed, kernel=packed, grad=packed)}
-    jax.tree.map(
-        np.testing.assert_array_equal, te.update_collections({"params": params}, {"params": params}), {"params": params}
-    )
+    original = {"params": jax.tree.map(lambda x: 2 * x, params)}
+    merged = te.update_collections({"params": params}, original)
+    jax.tree.map(np.testing.assert_array_equal, merged, {"params": params})
 
 
 def test_update_collections_keeps_an_attention_state_that_went_unused():
@@ -189,6 +189,12 @@ def test_update_collections_keeps_an_attention_state_that_went_unused():
     unused = {"s": {"attention_state": jax.tree.map(jnp.zeros_like, old)}}
     merged = te.update_collections(unused, {"s": {"attention_state": old}})
     np.testing.assert_array_equal(merged["s"]["attention_state"].packed, old.packed)
+
+
+def test_update_collections_takes_states_of_another_history():
+    new, old = (te.GemmState.create(recipe.DelayedScaling(amax_history_len=n)) for n in (4, 16))
+    merged = te.update_collections({"s": {"gemm_state": new}}, {"s": {"gemm_state": old}})
+    np.testing.assert_array_equal(merged["s"]["gemm_state"].packed, new.packed)
 
 
 def test_what_a_nested_context_leaves_open_stays_as_it_is():

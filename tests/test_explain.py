@@ -131,6 +131,8 @@ def test_lines_of_the_table():
     assert line.startswith("2 ") and re.search("  first and 1 more +epsilon=0.3333$", line)
     line = str(te.explain(lambda x: jax.vjp(lambda x: te.rmsnorm(x, jnp.ones(32)), x)[0], X)).splitlines()[2]
     assert re.search(rf"  {re.escape(__file__)}:\d+( |$)", line), "without a scope the caller's line"
+    scanned = te.explain(lambda x: jax.lax.scan(lambda x, _: (te.rmsnorm(x, jnp.ones(32)), None), x, length=3)[0], X)
+    assert str(scanned).endswith(f" 3 other calls that move {_size(3 * scanned.rows[0].bytes)}")
     assert [_size(n) for n in (1023, 3 << 10, 5 << 20, 3 << 29)] == ["1023 B", "3.0 KiB", "5.0 MiB", "1.5 GiB"]
     names = {jnp.bfloat16: "bf16", jnp.float8_e5m2: "e5m2", jnp.int32: "i32", jnp.bool_: "bool"}
     assert {dtype: _short(dtype) for dtype in names} == names

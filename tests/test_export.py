@@ -72,6 +72,13 @@ def test_explicit_state():
     testing.assert_close(read.call(X[0], state), jax.jit(step)(X[0], state), emulated.F32)
 
 
+@pytest.mark.parametrize("value", [te.AttentionState.create(DELAYED), te.GemmState.create(DELAYED).x], ids=type)
+def test_states_that_functions_take_and_return_are_stored(value):
+    got = stored(lambda x: x, ["cuda" if testing.platforms() == ["gpu"] else "cpu"], value).call(value)
+    assert type(got) is type(value)
+    testing.assert_same_bytes(got, value)
+
+
 def test_without_the_checks_jax_says_which_handlers():
     variables = steps.init(MODULE, X, rec=DELAYED)
     with steps.autocast(DELAYED), pytest.raises(ValueError, match="te_"):

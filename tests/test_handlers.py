@@ -17,6 +17,13 @@ def test_the_modules_fit_the_jaxlib_that_is_installed():
             handlers._check_version("_cpu", newer)
 
 
+def test_modules_of_a_newer_jaxlib_are_not_registered(monkeypatch):
+    monkeypatch.setattr(handlers, "_ffi_version", lambda: (0, 0))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
+    with pytest.raises(ImportError, match="_cpu was built with a newer jaxlib"):
+        handlers._register_handlers()
+
+
 def test_gpus_that_the_kernels_are_not_compiled_for_are_named(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setitem(handlers.HANDLERS, "CUDA", {})

@@ -15,6 +15,7 @@ from transformer_engine_jax import recipe as recipes
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.dense import dense
+from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
@@ -228,6 +229,19 @@ def test_a_backward_pass_waits_for_its_forward(devices):
         assert (output in runs(step, x, kernel, dy)[gradient]) == waits, count
 
 
+def test_dropout_draws_again_when_its_forward_has_drawn(devices):
+    (x,) = (jnp.asarray(a) for a in emulated.normal(0, (32, WIDTH)))
+
+    def step(x):
+        y, vjp = jax.vjp(lambda x: drop(x, jax.random.key(0), 0.5), x)
+        return y, vjp(x)
+
+    drawn = "dropout", x.shape
+    for count, waits in ((8, False), (1, True)):
+        devices(count)
+        assert (drawn in runs(step, x)[drawn]) == waits, count
+
+
 def test_over_several_devices_a_gradient_waits_for_the_sum_of_the_kernels_gradient_before(devices):
     """And no more than that: its own kernel's is summed while what follows is computed."""
     x, k1, k2, k3, dy = (
@@ -269,6 +283,13 @@ def test_waiting_is_of_one_traced_step_and_passes_every_transformation():
     assert waits(jax.grad(lambda x: dense(x, other.T, quantizers=quantizers(1)[0]).sum()), x) == 0, "of the step before"
 
 
+def test_waiting_is_not_for_another_trace_that_lives_on():
+    x, other, kept = jnp.ones((4, 8)), jnp.ones((3, 8)), []
+    for _ in range(2):
+        turn = lambda x, other: kept.append(in_turn(x, other)) or kept[-1]
+        assert "te_after" not in str(jax.make_jaxpr(turn)(x, other))
+
+
 def test_waiting_copies_where_the_compiler_gives_another_buffer():
     x, other = jnp.arange(48.0).reshape(6, 8), jnp.ones(3)
     call = jax.ffi.ffi_call("te_after", jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -292,6 +313,7 @@ def test_the_compiler_sees_what_is_waited_for(kind):
         text = compiled.as_text()
         collectives = ("all-gather", "all-reduce", "collective-permute")
         assert "te_after" in text and not any(name in text for name in collectives)
+        assert "output_to_operand_aliasing={{}: (0, {})}" in text, "nothing is copied"
         assert compiled(*args).sharding.is_equivalent_to(rows, 2)
 
 
@@ -322,3 +344,12 @@ def test_the_layers_of_a_scan_have_none(devices):
     expected = (scanned(layer), 0), (scanned(rematerialised), 0), (unrolled, in_order)
     for stack, count in expected:
         assert barriers(jax.grad(stack, argnums=1)) == barriers(over_microbatches(stack)) == count
+
+
+def test_what_a_scan_stacks_waits_for_nothing(devices):
+    devices(8)
+    x = jnp.ones((32, 1, WIDTH))
+    layer = lambda x, _: (te.activation(x, ("gelu",))[:, None], None)
+    step = jax.grad(lambda x: jax.lax.scan(layer, x, None, length=2)[0].sum())
+    assert "te_after" not in str(jax.make_jaxpr(step)(x))
+    assert "te_after" in str(jax.make_jaxpr(jax.grad(lambda x: layer(x, None)[0].sum()))(x))

@@ -262,6 +262,13 @@ def test_states_by_their_names():
         GemmState.pack(x=one)
 
 
+def test_a_mapping_need_not_say_that_a_state_is_of_one_step():
+    one = state_after([2]).only
+    mapping = {"scale": one.scale, "amax_history": one.amax_history}
+    got = GemmState.of(dict.fromkeys(GemmState.TENSORS, mapping))
+    jax.tree.map(np.testing.assert_array_equal, got, GemmState.pack(x=one, kernel=one, grad=one))
+
+
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit], ids=["remat", "inner jit"])
 def test_states_that_were_added_up_are_mended_when_read(wrap):
     """Two calls that each see the state as an argument of their own trace: their updated states add up."""

@@ -62,9 +62,11 @@ print(took, [name for name in ("libcuda.so", "libcublas", "libcudnn") if name in
 
 
 def test_another_distribution_with_our_import_name_is_named(tmp_path):
-    foreign = tmp_path / ("transformer_engine_jax" + importlib.machinery.EXTENSION_SUFFIXES[0])
+    folder = tmp_path / "site[1]"
+    folder.mkdir()
+    foreign = folder / ("transformer_engine_jax" + importlib.machinery.EXTENSION_SUFFIXES[0])
     foreign.touch()
-    out = python(f"import sys; sys.path.append({str(tmp_path)!r}); import transformer_engine_jax", JAX_PLATFORMS="cpu")
+    out = python(f"import sys; sys.path.append({str(folder)!r}); import transformer_engine_jax", JAX_PLATFORMS="cpu")
     assert out.returncode == 0 and str(foreign) in out.stderr and "separate virtual environments" in out.stderr
 
 

@@ -325,6 +325,9 @@ def test_checkpoint_names():
     jaxpr = str(jax.make_jaxpr(lambda: separate.init(jax.random.key(0), X))())
     for name in ("query_proj", "key_proj", "value_proj"):
         assert f"name={name}" in jaxpr
+    jaxpr = str(jax.make_jaxpr(lambda: module.init(jax.random.key(0), X, Y))())
+    for name in ("query_proj", "combined_kv_proj"):
+        assert f"name={name}" in jaxpr
 
 
 def test_one_array_or_two():

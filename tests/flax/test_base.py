@@ -13,7 +13,7 @@ from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
-from transformer_engine_jax.flax import STATE_COLLECTION, DenseGeneral, LayerNormMLP
+from transformer_engine_jax.flax import STATE_COLLECTION, DenseGeneral, LayerNormMLP, MultiHeadAttention
 from transformer_engine_jax.ops.quantize import E4M3, E5M2
 from transformer_engine_jax.quantized import QuantizerState
 
@@ -271,15 +271,19 @@ def test_training_recovers_from_a_bad_batch(bad):
 
 
 @pytest.mark.parametrize("rec", [None, CURRENT], ids=["off", "current scaling"])
-@pytest.mark.parametrize("module", [MODULE, LayerNormMLP(intermediate_dim=32)], ids=["dense", "mlp"])
-def test_a_state_that_is_not_used_is_its_own_gradient(module, rec):
-    variables = steps.init(module, X, rec=DELAYED)
+@pytest.mark.parametrize(
+    "module, x",
+    [(MODULE, X), (LayerNormMLP(intermediate_dim=32), X), (MultiHeadAttention(8, 2), X[None])],
+    ids=["dense", "mlp", "attention"],
+)
+def test_a_state_that_is_not_used_is_its_own_gradient(module, x, rec):
+    variables = steps.init(module, x, rec=DELAYED)
     with steps.autocast(DELAYED):
-        variables = steps.settle(module.apply, variables, X)
+        variables = steps.settle(module.apply, variables, x)
     with steps.autocast(rec):
-        y, (grads, _) = steps.step(module.apply, variables, X)
+        y, (grads, _) = steps.step(module.apply, variables, x)
         testing.assert_same_bytes(grads[STATE_COLLECTION], variables[STATE_COLLECTION])
-        without, (grads, _) = steps.step(module.apply, {"params": variables["params"]}, X)
+        without, (grads, _) = steps.step(module.apply, {"params": variables["params"]}, x)
         assert set(grads) == {"params"}
         testing.assert_same_bytes(y, without)
 

@@ -286,6 +286,13 @@ def test_input_axes_shard_the_stages_and_change_nothing():
         testing.assert_close(jax.device_get(run(variables, X)), expected, F32)
 
 
+@pytest.mark.parametrize("stages", [False, True], ids=["fused", "stage by stage"])
+def test_checkpoint_names(stages):
+    module = LayerNormMLP(intermediate_dim=96, return_layernorm_output=stages)
+    jaxpr = str(jax.make_jaxpr(lambda: module.init_with_output(jax.random.key(0), X)[0][0])())
+    assert 0 < jaxpr.find("name=ffn1") < jaxpr.find("name=ffn2")
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["gradient inside", "outside"])
 @pytest.mark.parametrize("rec", [None, CURRENT, recipe.DelayedScaling(fp8_gemms=lambda m, k, n: False)])
 def test_states_that_go_unused_in_a_manual_shard_map(rec, inside):

@@ -15,6 +15,7 @@ from meshes import LLAMA, FusedLayer, collectives, cpu_mesh, layer_step
 
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
+from transformer_engine_jax.flax import LayerNormMLP
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
@@ -147,6 +148,18 @@ def test_ops_of_sharded_sequences_compute_what_they_do_of_whole_ones(op, resourc
 
 
 # --- Layers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_mlp_stage_by_stage_gives_shards_as_it_takes_them(explicit):
+    axes = dict(layernorm_input_axes=BETWEEN, dot_1_input_axes=WHOLE, dot_2_input_axes=("batch", "seqlen", "mlp"))
+    mlp = LayerNormMLP(intermediate_dim=WIDE, return_layernorm_output=True, **axes)
+    boxed = steps.init(mlp, X, unbox=False)
+    mesh = cpu_mesh((2, 2), ("data", "model"), explicit=explicit)
+    with testing.on_mesh(mesh), te.autocast(mesh_resource=RESOURCES["tensor"]):
+        x = testing.shard(mesh, X, P("data", "model"))
+        y, _ = jax.jit(mlp.apply)(steps.place(mesh, boxed, RESOURCES["tensor"]), x)
+        assert y.sharding.is_equivalent_to(x.sharding, 3)
 
 
 @pytest.mark.parametrize("rec", [None, steps.DELAYED, steps.CURRENT], ids=["f32", "delayed", "current"])

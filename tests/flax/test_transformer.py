@@ -364,6 +364,7 @@ def test_sequence_parallel_is_unsharded_and_sharded_as_asked(explicit, rec, tran
         ({"drop_path": -0.1}, {}, r"drop_path: expected a rate in \[0, 1\), got -0.1"),
         ({"intermediate_dropout": 1}, {}, r"intermediate_dropout: expected a rate in \[0, 1\), got 1"),
         ({"hidden_dropout_dims": (7,)}, {}, r"hidden_dropout_dims: expected axes of 3, got \(7,\)"),
+        ({"hidden_dropout_dims": (-4,)}, {}, r"hidden_dropout_dims: expected axes of 3, got \(-4,\)"),
         ({"num_attention_heads": 5}, {}, "hidden_size=64 does not divide into 5 heads"),
         ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),
         ({"layernorm_type": "batchnorm"}, {}, "layernorm_type: expected one of .*got 'batchnorm'"),

@@ -307,6 +307,22 @@ def test_in_a_manual_shard_map_that_checks_what_varies_no_axes_need_be_named():
     )
 
 
+def test_states_that_each_shard_has_of_its_own_see_what_all_see():
+    x, kernel, dy = map(jnp.asarray, emulated.normal(0, (16, 64), (64, 48), (16, 48)))
+    mesh = testing.mesh_of((4,), ("data",))
+
+    def states(x, kernel, dy, states):
+        quantizers = partial(emulated.quantizers, rec=DELAYED, amax_axes=("data",) if x.shape[0] < 16 else ())
+        of_each = lambda s: dense(x, kernel, quantizers=quantizers(jax.tree.map(lambda a: a[0], s)))
+        return jax.vjp(of_each, states)[1](dy)[0]
+
+    stacked = lambda count: jax.tree.map(lambda a: jnp.stack(count * [a]), emulated.states())
+    manual = jax.shard_map(states, mesh=mesh, in_specs=(P("data"), P(), P("data"), P("data")), out_specs=P("data"))
+    got, expected = jax.jit(manual)(x, kernel, dy, stacked(4)), jax.jit(states)(x, kernel, dy, stacked(1))
+    for i in range(4):
+        testing.assert_same_bytes(jax.device_get(got.packed)[i], jax.device_get(expected.packed)[0])
+
+
 @pytest.mark.parametrize("how", ["auto", "explicit", "manual"])
 def test_a_nan_on_one_shard_is_one_of_the_tensor(how):
     """It keeps its scale, and no shard's own amax enters the history."""
