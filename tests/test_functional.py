@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import emulated
 import jax
@@ -136,3 +137,22 @@ def test_f64_where_kernels_compute():
         assert te.dense(x, kernel).dtype == jnp.float64
         with pytest.raises(ValueError, match="dense: kernel: expected f32, f16 or bf16, got float64"):
             te.dense(X, kernel, quantizers=te.gemm_quantizers(None, CURRENT))
+
+
+@pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_a_state_that_is_left_out_of_the_gradient_is_told_of(jit, rec):
+    state = te.GemmState.create(rec)
+
+    def loss(kernel, state):
+        return jnp.sum(te.dense(X, kernel, quantizers=te.gemm_quantizers(state, rec)) ** 2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jit(jax.grad(loss, argnums=(0, 1)))(KERNEL, state)
+        jit(loss)(KERNEL, state)
+        if not rec.stateful:
+            jit(jax.grad(loss))(KERNEL, state)
+    if rec.stateful:
+        with pytest.warns(RuntimeWarning, match="a kernel's gradient is taken and its state's is not"):
+            jit(jax.grad(loss))(KERNEL, state)

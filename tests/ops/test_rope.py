@@ -204,6 +204,8 @@ def test_a_table_of_angles_is_a_rotation_by_them(group):
         testing.assert_close(got, expected, 4 * F32)
     past = rope_table(X, table, positions=jnp.arange(S) + 4, group=group)
     assert np.isfinite(past[:, : S - 1]).all() and np.isnan(past[:, S - 1, :, : D - 2]).all()
+    before = rope_table(X, table, positions=jnp.arange(S) - 1, group=group)
+    assert np.isfinite(before[:, 1:]).all() and np.isnan(before[:, 0, :, : D - 2]).all()
     half = rope_table(X.astype(jnp.bfloat16), table, group=group)
     assert half.dtype == jnp.bfloat16
 

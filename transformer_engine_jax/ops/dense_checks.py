@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+
+import jax
 import numpy as np
 
 from transformer_engine_jax.ops.quantize import FLOATS
@@ -18,7 +21,7 @@ def check_quantizers(op: str, *quantizers: GemmQuantizers | None) -> None:
 
 
 def check_dense(op: str, x, kernel, bias, k_axes: int, quantizers: GemmQuantizers | None) -> None:
-    """ValueError where the shapes or dtypes of a dense op do not fit."""
+    """ValueError where the shapes or dtypes of a dense op do not fit; a warning where its FP8 state is left out."""
     in_kernels = () if quantizers is None else ("x", "kernel")
     for name, array in (("x", x), ("kernel", kernel), ("bias", bias)):
         if array is None or array.dtype in FLOATS:
@@ -39,6 +42,24 @@ def check_dense(op: str, x, kernel, bias, k_axes: int, quantizers: GemmQuantizer
     if bias is not None and bias.shape != kernel.shape[k_axes:]:
         raise ValueError(
             f"{op}: bias: expected the shape {kernel.shape[k_axes:]} of the kernel's outputs, got {bias.shape}"
+        )
+    if quantizers is not None and quantizers.x.observed is not None:
+        _check_differentiated(kernel, quantizers.x.observed)
+
+
+def _check_differentiated(kernel, of_state) -> None:
+    """A warning where JAX takes the gradient of a kernel but not of its state, which then stays as it is.
+
+    As far as it can be seen: not through a function that is jitted, rematerialised or scanned inside of the gradient.
+    """
+    takes_gradient = isinstance(kernel, jax.core.Tracer) and type(kernel).__name__ in ("LinearizeTracer", "JVPTracer")
+    if takes_gradient and getattr(of_state, "_trace", None) is not kernel._trace:
+        warnings.warn(
+            "FP8: a kernel's gradient is taken and its state's is not, so the state stays as it is, and so do its "
+            "scales. Its next value is its gradient: differentiate with respect to all variables, params and "
+            "_overwrite_with_gradient, or in NNX by argnums=nnx.DiffState(0, te_nnx.TRAINED) and te_nnx.update_state",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

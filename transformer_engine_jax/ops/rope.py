@@ -118,7 +118,7 @@ def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None =
     Args:
       x: f32, f16 or bf16; the result has its shape and dtype.
       angles: f32[T, F] radians for positions 0 to T - 1; features from 2 F on stay as they are.
-      positions: integers [S] or [B, S] below T (others get NaN); None counts from 0, and T must then be S or more.
+      positions: integers [S] or [B, S] from 0 to T - 1 (others get NaN); None counts from 0, and T must then be S or more.
       group: as of `rope`.
 
     Raises:
@@ -130,7 +130,8 @@ def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None =
     if positions is None and x.ndim == 4 and angles.shape[0] < x.shape[1]:
         raise ValueError(f"rope_table: angles: expected {x.shape[1]} positions or more, got {angles.shape[0]}")
     positions = _check(x, angles.shape[1], positions, group)
-    angles = jnp.take(angles.astype(jnp.float32), positions, axis=0, mode="fill", fill_value=jnp.nan)
+    rows = jnp.where(positions < 0, angles.shape[0], positions)  # JAX counts negative ones from the end
+    angles = jnp.take(angles.astype(jnp.float32), rows, axis=0, mode="fill", fill_value=jnp.nan)
     return _turned(x, jnp.cos(angles), jnp.sin(angles), group)
 
 
