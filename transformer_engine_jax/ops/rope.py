@@ -118,7 +118,7 @@ def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None =
     Args:
       x: f32, f16 or bf16; the result has its shape and dtype.
       angles: f32[T, F] radians for positions 0 to T - 1; features from 2 F on stay as they are.
-      positions: integers [S] or [B, S] from 0 to T - 1 (others get NaN); None counts from 0, and T must then be S or more.
+      positions: integers [S] or [B, S] from 0 to T - 1 (others get NaN); None counts from 0, and T must be S or more.
       group: as of `rope`.
 
     Raises:
