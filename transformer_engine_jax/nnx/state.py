@@ -24,8 +24,8 @@ class _Bridged:
         return _states(metadata["value"], metadata["kind"])
 
 
-def _states(value: Any, kind: type[QuantizerStates] | None) -> QuantizerStates | None:
-    return value if isinstance(value, QuantizerStates) or kind is None else kind(value)
+def _states(value: Any, kind: type[QuantizerStates]) -> QuantizerStates:
+    return value if isinstance(value, QuantizerStates) else kind(value)
 
 
 @nnx.register_variable_name(STATE_COLLECTION, overwrite=True)
@@ -44,15 +44,15 @@ class Fp8State(nnx.Variable):
     @property
     def states(self) -> QuantizerStates | None:
         """What it holds; its tensors' are attributes here too: gemm_state.x.scale. None where it is not ours."""
-        states = _states(self.get_value(), self.get_metadata().get("kind"))
-        return states if isinstance(states, QuantizerStates) else None
+        value, kind = self.get_value(), self.get_metadata().get("kind")
+        return None if kind is None and not isinstance(value, QuantizerStates) else _states(value, kind)
 
     def holding(self, states: QuantizerStates) -> Any:
         """The value that holds other states in the form of this one."""
         return states if isinstance(self.get_value(), QuantizerStates) else states.packed
 
     def __getattr__(self, name: str) -> Any:
-        ours = name in _TENSORS and isinstance(self.states, QuantizerStates)
+        ours = name in _TENSORS and self.states is not None
         return getattr(self.states, name) if ours else super().__getattr__(name)
 
 
@@ -114,9 +114,7 @@ def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
     """
     recipe = recipe_of_state(recipe)
     found = list(nnx.iter_graph(model))
-    states = {
-        path: variable for path, variable in found if isinstance(variable, Fp8State) and variable.states is not None
-    }
+    states = {path: v for path, v in found if isinstance(v, Fp8State) and v.states is not None}
     for variable in states.values():
         variable.set_value(variable.holding(variable.states.create(recipe, variable.states.layout[0])))
     for path, node in found if recipe.fp8_dpa else []:
