@@ -146,13 +146,14 @@ def run(
     """A row for each config, contender and layout: ms, ratios to one device and to the first contender, and errors.
 
     devices: how many; None: all. axes: of the mesh, one of AXES. layouts: some of LAYOUTS.
-    Raises SystemExit where there is only one device.
+    Raises SystemExit where there is only one device, or fewer than asked for.
     """
-    devices = jax.devices()[:devices]
-    if len(devices) < 2:
+    asked, devices = devices or 2, jax.devices()[:devices]
+    if len(devices) < max(asked, 2):
         raise SystemExit(
-            f"benchmarks: sharded: expected 2 devices or more, got {len(devices)} ({devices[0].device_kind}); on a CPU "
-            "XLA_FLAGS=--xla_force_host_platform_device_count=2 emulates them"
+            f"benchmarks: sharded: expected {max(asked, 2)} devices or more, got {len(devices)} "
+            f"({devices[0].device_kind}); on a CPU XLA_FLAGS=--xla_force_host_platform_device_count={max(asked, 2)} "
+            "emulates them"
         )
     for config in configs:
         steps: dict[tuple[str, str], Step] = {}

@@ -23,7 +23,7 @@ import optax
 from benchmarks.peers import CONTENDERS
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import Timing
-from examples.gpt.data import VOCABULARY, Data, load
+from examples.gpt.data import VOCABULARY, Data, DataError, load
 from examples.gpt.training import adamw, cross_entropy
 
 DEFAULT = ["te-bf16", "te-delayed", "te-current"]
@@ -130,7 +130,10 @@ def run(config: str, against: list[str], options: Options) -> Iterator[dict]:
     """A row for each seed and contender; `difference` is that of the final loss from the first contender's."""
     shape = SHAPES[config]
     shape = shape._replace(batch=options.batch or shape.batch, seq=options.seq or shape.seq)
-    data = load(options.data, shape.seq)
+    try:
+        data = load(options.data, shape.seq)
+    except DataError as error:
+        raise SystemExit(f"benchmarks: train: {error}") from None
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         baseline = None
         for name in against:

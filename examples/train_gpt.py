@@ -107,7 +107,7 @@ def prepare(options: Options, data: Data) -> None:
         raise UsageError(f"{' and '.join(begun)} already there: --resume continues, another --out starts afresh")
     try:
         for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         options.save(data.fingerprint)
     except OSError as error:
         raise UsageError(f"--out {options.out}: {error.strerror}") from error

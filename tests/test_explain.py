@@ -341,7 +341,7 @@ def test_attention_and_products_say_why_something_else_runs(monkeypatch):
         with pytest.warns(UserWarning, match="score_mod"):
             backends._warn.cache_clear()
             *attention, product = te.explain(step, heads, heads, heads, a, b).rows
-        assert product.why == why
+        assert product.why == why and product.in_fp8 == (not why.startswith("in bf16"))
         assert {r.why for r in attention} == {"attention: reference (JAX's cuDNN call has no score_mod)"}
         with testing.reference_kernels():
             *_, product = te.explain(step, heads, heads, heads, a, b).rows

@@ -25,7 +25,10 @@ from transformer_engine_jax.handlers import HANDLERS, gemm_algorithm
 from transformer_engine_jax.primitive import kernel_p
 from transformer_engine_jax.tracing import trace_of
 
-COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter")
+COLLECTIVES = (
+    "psum", "psum_invariant", "pmax", "pmin", "unreduced_psum", "all_gather", "all_gather_invariant",
+    "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute", "reduce_scatter", "unreduced_reduce_scatter",
+)  # fmt: skip
 _PACKAGE = f"{pathlib.Path(__file__).parent}/"
 
 
@@ -47,18 +50,32 @@ def _walk(jaxpr: Jaxpr, place: _Place) -> Iterator[Row]:
         here = place._replace(scopes=place.scopes + eqn.source_info.name_stack)
         describe = _DESCRIBED.get(eqn.primitive.name)
         if describe is not None:
-            yield describe(eqn, here)
+            yield from describe(eqn, here)
             continue
         name = eqn.primitive.name
+        of_platforms = eqn.params.get("branches_platforms")
         for i, inner in enumerate(jaxprs_in_params(eqn.params)):
             inside = here._replace(source=_source(eqn) or here.source)
             if name == "scan":
                 inside = inside._replace(count=here.count * eqn.params["length"])
             elif name == "while":
                 inside = inside._replace(condition="in each turn of a while loop")
+            elif name == "pallas_call":
+                turns = prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
+                inside = inside._replace(count=here.count * turns, condition="in a Pallas kernel")
+            elif of_platforms is not None:
+                if i != _branch(of_platforms, here.platform):
+                    continue
             elif name == "cond":
                 inside = inside._replace(condition=f"in branch {i} of a cond")
             yield from _walk(inner, inside)
+
+
+def _branch(of_platforms: tuple, platform: str) -> int:
+    """Which branch of a lax.platform_dependent is a platform's: its own, or the one of all others, which names none."""
+    names = ("gpu", "cuda") if platform == "gpu" else (platform,)
+    fits = [i for i, of in enumerate(of_platforms) if of is None or any(name in of for name in names)]
+    return fits[0] if fits else len(of_platforms) - 1
 
 
 def _row(eqn: JaxprEqn, place: _Place, *, operands=None, results=None, why="", **fields) -> Row:
@@ -109,12 +126,12 @@ def _source(eqn: JaxprEqn) -> str:
 # --- What is described: kernels, products, attention of cuDNN, collectives -------------------------------------------
 
 
-def _kernel(eqn: JaxprEqn, place: _Place) -> Row:
+def _kernel(eqn: JaxprEqn, place: _Place) -> Iterator[Row]:
     call = eqn.params["call"]
     operands = [v.aval for v in eqn.invars]
     given = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
     shapes = call.result_shapes(operands)
-    return _row(
+    yield _row(
         eqn,
         place,
         name=call.kernel.name,
@@ -173,7 +190,7 @@ def _handler(call, platform: str) -> str:
     return language if target in registered else f"nothing: {target} has no {language} handler here"
 
 
-def _product(eqn: JaxprEqn, place: _Place) -> Row:
+def _product(eqn: JaxprEqn, place: _Place) -> Iterator[Row]:
     a, b = (v.aval.shape for v in eqn.invars)
     (a_k, b_k), (a_batch, b_batch) = eqn.params["dimension_numbers"]
     free = lambda shape, *used: prod(n for i, n in enumerate(shape) if i not in {*used[0], *used[1]})
@@ -183,28 +200,37 @@ def _product(eqn: JaxprEqn, place: _Place) -> Row:
     precision = eqn.params["precision"]
     precisions = precision if isinstance(precision, tuple) else (precision,)
     options = {} if precision is None else {"precision": "/".join(dict.fromkeys(map(str, precisions)))}
-    return _row(eqn, place, name="dot_general", sizes=sizes, operands="ab", results="d", options=options, runs="XLA")
+    yield _row(eqn, place, name="dot_general", sizes=sizes, operands="ab", results="d", options=options, runs="XLA")
 
 
-def _cudnn(eqn: JaxprEqn, place: _Place) -> Row:
+def _other_product(eqn: JaxprEqn, place: _Place) -> Iterator[Row]:
+    """A product of another kind, such as a convolution, whose operations are not counted."""
+    names = ["a", "b", *[f"x{i}" for i in range(2, len(eqn.invars))]]
+    yield _row(eqn, place, name=eqn.primitive.name, sizes={}, operands=names, results="d", options={}, runs="XLA")
+
+
+def _cudnn(eqn: JaxprEqn, place: _Place) -> Iterator[Row]:
     (batch, queries, heads, size), (_, keys, groups, _) = (v.aval.shape for v in eqn.invars[:2])
     sizes = {"batch": batch, "queries": queries, "keys": keys, "heads": heads, "groups": groups, "size": size}
     names = ["query", "key", "value", *[f"x{i}" for i in range(3, len(eqn.invars))]]
     shown = "scale", "dropout_rate", "mask_type", "sliding_window_length"
     options = {k: v for k, v in eqn.params.items() if k in shown and v is not None}
     name = eqn.primitive.name.removesuffix("_wrapper")
-    return _row(eqn, place, name=name, sizes=sizes, operands=names, options=options, runs="cuDNN")
+    yield _row(eqn, place, name=name, sizes=sizes, operands=names, options=options, runs="cuDNN")
 
 
-def _collective(eqn: JaxprEqn, place: _Place) -> Row:
+def _collective(eqn: JaxprEqn, place: _Place) -> Iterator[Row]:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    over = {"over": ",".join(map(str, axes)) if isinstance(axes, tuple) else str(axes)}
-    return _row(eqn, place, name=eqn.primitive.name, sizes={}, options=over, runs="XLA")
+    named = [str(axis) for axis in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(axis, int)]
+    if named:  # else over an axis of vmap, by one device alone
+        options = {"over": ",".join(named)}
+        yield _row(eqn, place, name=eqn.primitive.name, sizes={}, options=options, runs="XLA")
 
 
-_DESCRIBED: dict[str, Callable[[JaxprEqn, _Place], Row]] = {
+_DESCRIBED: dict[str, Callable[[JaxprEqn, _Place], Iterator[Row]]] = {
     kernel_p.name: _kernel,
     "dot_general": _product,
+    **dict.fromkeys(("ragged_dot_general", "conv_general_dilated"), _other_product),
     **dict.fromkeys((f"dot_product_attention_{kind}_wrapper" for kind in ("fwd", "bwd", "fp8_fwd", "fp8_bwd")), _cudnn),
     **dict.fromkeys(COLLECTIVES, _collective),
 }
@@ -213,7 +239,8 @@ _DESCRIBED: dict[str, Callable[[JaxprEqn, _Place], Row]] = {
 # --- The compiled program --------------------------------------------------------------------------------------------
 
 _HLO_COLLECTIVE = re.compile(
-    r" = (?P<result>.*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-done)?\("
+    r" = (?P<result>.*?) (?P<name>all-reduce|all-gather|reduce-scatter|(ragged-)?all-to-all"
+    r"|collective-(permute|broadcast))(-done)?\("
 )
 _HLO_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 
@@ -261,13 +288,14 @@ def _compiled(program) -> Compiled:
 # --- The public function ---------------------------------------------------------------------------------------------
 
 
-def explain(fn: Callable, *args, compile: bool = False, **kwargs) -> Explanation:
+def explain(fn: Callable, /, *args, compile: bool = False, **kwargs) -> Explanation:
     """What `fn(*args, **kwargs)` runs: a row for each kernel, product and collective that its results depend on.
 
     Args:
       fn: a function of arrays or NNX models, jitted or not, or a model; traced in the contexts (autocast, mesh) in
         force here. For the backward pass, give a function that takes gradients.
-      args, kwargs: its arguments, or jax.ShapeDtypeStructs like them; nothing is computed.
+      args, kwargs: its arguments, or jax.ShapeDtypeStructs like them; nothing is computed. Of a function that is not
+        jitted, keywords that hold Python's bools or strings are static.
       compile: also compile it, for the collectives that the compiler inserts, the bytes of memory, and on a GPU the
         algorithm of each product.
 

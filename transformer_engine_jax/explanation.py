@@ -60,7 +60,8 @@ class Row:
     def in_fp8(self) -> bool:
         """Whether it is a product of FP8."""
         operands = self.operands[:2] if self.is_product else ()
-        return any(jnp.issubdtype(b.dtype, jnp.floating) and b.dtype.itemsize == 1 for b in operands)
+        fp8 = lambda dtype: jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8
+        return bool(operands) and all(fp8(b.dtype) for b in operands) and not self.why.startswith("in bf16")
 
     @property
     def dtypes(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -44,13 +45,18 @@ def _at_one_level(arrays: Sequence[Any]) -> bool:
 
 
 def trace_of(fn: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Traced:
-    """fn, jitted or not, traced: by nnx.jit where it is an NNX model or takes one, of which changes are results too."""
+    """fn, jitted or not, traced: by nnx.jit where it is an NNX model or takes one, of which changes are results too.
+
+    Keywords of one that is not jitted are static where they hold Python's bools or strings.
+    """
     nnx = sys.modules.get("flax.nnx")
     if nnx and isinstance(fn, nnx.Module):
         fn, args = lambda model, *args, **kwargs: model(*args, **kwargs), (fn, *args)
     if not hasattr(fn, "trace"):
         is_nnx = lambda x: nnx is not None and isinstance(x, nnx.Module | nnx.Variable)
         takes_nnx = any(map(is_nnx, jax.tree.leaves((args, kwargs), is_leaf=is_nnx)))
-        fn = (nnx.jit if takes_nnx else jax.jit)(fn)
+        switches = {k: v for k, v in kwargs.items() if any(isinstance(x, bool | str) for x in jax.tree.leaves(v))}
+        kwargs = {k: v for k, v in kwargs.items() if k not in switches}
+        fn = (nnx.jit if takes_nnx else jax.jit)(functools.partial(fn, **switches))
     traced = fn.trace(*args, **kwargs)
     return getattr(traced, "traced", traced)  # nnx.jit's has JAX's in it

@@ -1,5 +1,6 @@
 """Checkpoints of a run through orbax, and the polite end on Ctrl-C."""
 
+import contextlib
 import logging
 import signal
 from pathlib import Path
@@ -28,7 +29,17 @@ class Checkpoints:
         return self
 
     def __exit__(self, *exception):
-        self._manager.close()  # waits for what is still being written
+        with self._written():
+            self._manager.close()  # waits for what is still being written
+
+    @contextlib.contextmanager
+    def _written(self):
+        """UsageError where a checkpoint could not be written, this one or the one before: orbax reports late."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            reason = str(error).splitlines()[0][:200]
+            raise UsageError(f"a checkpoint could not be written to {self._manager.directory}: {reason}") from error
 
     @property
     def latest_step(self) -> int | None:
@@ -37,7 +48,8 @@ class Checkpoints:
     def save(self, step: int, state: TrainState) -> None:
         """Copies the state before it returns, so that the next step may take its memory over; writes it meanwhile."""
         if step != self.latest_step:
-            self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+            with self._written():
+                self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
     def restore(self, abstract_state: TrainState) -> TrainState:
         """The latest state, laid out as `abstract_state` says. Raises UsageError where it can't be."""

@@ -130,14 +130,14 @@ def parse(argv: list[str] | None = None) -> Options:
     """Options of the command line, completed and checked. Raises UsageError."""
     given = vars(_parser().parse_args(argv))
     saved = _saved(given) if given.get("resume") else {}
-    mesh = given.get("mesh", tuple(saved.get("mesh", (1, 1))))
-    _emulate_devices(mesh[0] * mesh[1])
     known = {field.name for field in fields(Options)}
-    values = {name: value for name, value in saved.items() if name in known} | given | {"mesh": mesh}
     try:
+        mesh = given.get("mesh", tuple(saved.get("mesh", (1, 1))))
+        _emulate_devices(mesh[0] * mesh[1])
+        values = {name: value for name, value in saved.items() if name in known} | given | {"mesh": mesh}
         options = _complete(values)
         _check(options)
-    except TypeError:
+    except (TypeError, IndexError):
         if not saved:
             raise
         raise UsageError(f"--resume: {given['out'] / 'options.json'} is damaged") from None
@@ -155,7 +155,9 @@ def _saved(given: dict) -> dict:
         raise UsageError(f"--resume: {given['out']} holds no run") from None
     for name, value in given.items():
         if name not in RESUMABLE and saved.get(name) != value:
-            raise UsageError(f"--resume: the run in {given['out']} has --{name} {saved.get(name)}, not {value}")
+            raise UsageError(
+                f"--resume: the run in {given['out']} has --{name.replace('_', '-')} {saved.get(name)}, not {value}"
+            )
     return saved
 
 

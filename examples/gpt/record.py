@@ -61,7 +61,9 @@ class Record:
 
     @property
     def train_loss(self) -> float:
-        return float(np.mean([loss for _, loss in sorted(self.losses.items())[-LAST_STEPS:]]))
+        """NaN where the file of a run that is over was lost."""
+        losses = [loss for _, loss in sorted(self.losses.items())[-LAST_STEPS:]]
+        return float(np.mean(losses)) if losses else float("nan")
 
     @property
     def validation_loss(self) -> float:

@@ -82,9 +82,10 @@ def _draw(records: list[Record], unigram_entropy: float, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     styles = (("tab:blue", "-", "o"), ("tab:orange", "--", "x"))
     for record, (colour, dashes, mark) in zip(records, styles, strict=False):
-        steps, losses = np.array(sorted(record.losses.items())).T
-        axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=0.8)
-        axes.plot(steps, _smooth(losses), dashes, color=colour, linewidth=1.6, label=f"{record.name} train")
+        if record.losses:
+            steps, losses = np.array(sorted(record.losses.items())).T
+            axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=0.8)
+            axes.plot(steps, _smooth(losses), dashes, color=colour, linewidth=1.6, label=f"{record.name} train")
         if record.validation:
             steps, losses = np.array(sorted(record.validation.items())).T
             axes.plot(steps, losses, mark, markersize=8, color=colour, label=f"{record.name} validation")

@@ -31,6 +31,11 @@ def test_names_of_contenders():
             ["kernels", "--json", "nowhere/x.json"],
             "--json: expected a file in a folder that exists, got nowhere/x.json",
         ),
+        (
+            ["train", "--config", "tiny", "--data", "nowhere"],
+            "benchmarks: train: --data nowhere: no such file or folder",
+        ),
+        (["sharded", "--config", "tiny", "--devices", "99"], "benchmarks: sharded: expected 99 devices or more, got "),
         (["kernels", "--json", "."], "benchmarks kernels: --json: expected a file in a folder that exists, got ."),
     ],
 )

@@ -216,6 +216,7 @@ MISTAKES = {
     "compare what": ("--compare --recipe f32", "--compare needs an FP8 recipe"),
     "out is a file": ("--out {text}", "Not a directory"),
     "out below a file": ("--out {text}/run", "Not a directory"),
+    "a file for checkpoints": ("--recipe f32 --out {tmp}/blocked", "File exists"),
     "resume without out": ("--resume", "holds no run"),
     "unknown option": ("--lehr 1", "unrecognized arguments"),
 }
@@ -225,6 +226,8 @@ MISTAKES = {
 def test_mistake_is_one_clear_line(train, text, tmp_path, capsys, args, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "taken" / "f32" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "blocked" / "f32").mkdir(parents=True)
+    (tmp_path / "blocked" / "f32" / "checkpoints").touch()
     assert train("--steps", 4, *args.format(tmp=tmp_path, text=text).split()) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -240,6 +243,7 @@ def test_mistakes_about_earlier_runs(finished, text, tmp_path, capsys):
     cases = [
         ([*TINY, "--data", text, "--recipe", "f32"], "already there"),
         (["--resume", "--hidden", 64], "has --hidden 32, not 64"),
+        (["--resume", "--eval-every", 3], "has --eval-every "),
         (["--resume", "--recipe", "delayed"], "has --recipe f32, not delayed"),
         (["--resume", "--data", other_text], f"has --data {text}, not {other_text}"),
     ]
@@ -252,9 +256,10 @@ def test_mistakes_about_earlier_runs(finished, text, tmp_path, capsys):
     (out / "options.json").write_text(json.dumps(options | {"mlp": 32}))
     assert train_gpt.main(["--out", str(out), "--resume"]) == 2
     assert "is damaged or of another model" in capsys.readouterr().err
-    (out / "options.json").write_text(json.dumps(options | {"heads": "two"}))
-    assert train_gpt.main(["--out", str(out), "--resume"]) == 2
-    assert "options.json is damaged" in capsys.readouterr().err
+    for wrong in ({"heads": "two"}, {"mesh": None}, {"mesh": [1]}):
+        (out / "options.json").write_text(json.dumps(options | wrong))
+        assert train_gpt.main(["--out", str(out), "--resume"]) == 2
+        assert "options.json is damaged" in capsys.readouterr().err
     (out / "options.json").write_text(json.dumps(options))
     assert train_gpt.main(["--out", str(out), "--resume", "--steps", "1"]) == 2
     assert f"--steps 1: the checkpoint of f32 in {out} is at step" in capsys.readouterr().err
