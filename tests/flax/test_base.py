@@ -382,3 +382,15 @@ def test_flax_train_state_overwrites_the_state_and_trains():
             losses.append(float(loss))
     assert losses[-1] < 0.2 * losses[0], losses[::10]
     assert int((state.params[STATE_COLLECTION]["gemm_1_state"].x.amax_history > 0).sum()) == DELAYED.amax_history_len
+
+
+ACTIVATIONS = [("gelu",), ("clamped_linear", "clamped_silu"), (lambda x: jnp.where(x > 0, x, 0.0),)]
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS, ids=["fused", "of functions", "of a user's"])
+def test_a_batch_of_nothing_uses_states_all_the_same(activations):
+    module = LayerNormMLP(intermediate_dim=8, activations=activations)
+    variables = steps.init(module, X[:0], rec=DELAYED)
+    with steps.autocast(DELAYED):
+        grads = jax.jit(jax.grad(lambda v: module.apply(v, X[:0])[0].sum()))(variables)
+    assert all((states.packed[:, 1] == 1).all() for states in grads[STATE_COLLECTION].values())

@@ -186,6 +186,21 @@ def test_empty_batches_and_sequences(shape):
     assert not any(jax.device_get(g).any() for g in jax.tree.leaves(grads["params"]))
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sequences_over_an_axis_of_one_device_and_another(fp8):
+    fields = dict(enable_relative_embedding=False, enable_sequence_parallel=True)
+    layer, mesh = Layer(**still, **fields), testing.mesh_of((1, 2), ("model", "data"), explicit=True)
+    resource = te.MeshResource(tpsp_resource="model", cp_resource="data")
+    run = jax.jit(jax.value_and_grad(lambda v, x: jnp.mean(jnp.sin(layer.apply(v, x))), argnums=(0, 1)))
+    with jax.default_device(mesh.devices.flat[0]), te.fp8_autocast(fp8):
+        boxed = layer.init(jax.random.key(0), X)
+        expected = jax.device_get(run(nn.unbox(boxed), X))
+    with testing.on_mesh(mesh), te.fp8_autocast(fp8, mesh_resource=resource):
+        variables = nn.unbox(nn.meta.replace_boxed(boxed, steps.place(mesh, boxed, resource)))
+        got = run(variables, jax.device_put(X, NamedSharding(mesh, P(None, "data"))))
+    testing.assert_close(jax.device_get(got), expected, 1e-3)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1)], ids=str)
 @pytest.mark.parametrize("fields", [{}, dict(num_gqa_groups=2, layer_type=TransformerLayerType.DECODER)], ids=str)
 def test_axes_of_one_device(shape, fields):

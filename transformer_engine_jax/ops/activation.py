@@ -262,6 +262,8 @@ def activation(z, activations: Activations, params: Mapping[str, float] | Clamp 
         return _activation(fused, z, bias)
     if bias is not None:
         z = _biased(z, bias)
+    if 0 in z.shape:  # what functions make of nothing need not depend on it, as jnp.where, and then it has no gradient
+        return z[..., 0, :]
     functions = [a if callable(a) else functools.partial(_named, a, _clamp(activations, params)) for a in activations]
     return functools.reduce(operator.mul, [f(z[..., i, :]) for i, f in enumerate(functions)])
 

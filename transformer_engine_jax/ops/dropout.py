@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.order import all_at_once
+from transformer_engine_jax.sharding import sharded_as
 
 # What a module is told of a residual connection around it: whether its last product adds its input to the result; or,
 # where more is to happen, a function (result, input) -> result. Either way its norm adds the input's two gradients up.
@@ -116,7 +117,7 @@ def drop(x, key, rate: float, broadcast_dims: Sequence[int] = (), residual=None)
 def drop_and_add(x, residual, dropouts: Sequence[tuple[jax.Array, float, Sequence[int]]]) -> jax.Array:
     """residual + x after each of `dropouts` (key, rate, broadcast_dims), of which the last adds in its own pass."""
     if not dropouts:
-        return x + residual
+        return sharded_as(x, residual) + residual
     *first, last = dropouts
     for dropout in first:
         x = drop(x, *dropout)
