@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from .options import UsageError
 from .training import TrainState
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each file it touches
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax reports each file it touches, and what it raises too
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -38,7 +38,7 @@ class Checkpoints:
         try:
             yield
         except (ValueError, OSError) as error:
-            reason = str(error).splitlines()[0][:200]
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise UsageError(f"a checkpoint could not be written to {self._manager.directory}: {reason}") from error
 
     @property

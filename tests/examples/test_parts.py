@@ -166,20 +166,6 @@ def test_the_last_two_states_are_kept(tmp_path):
     assert {entry.name for entry in tmp_path.iterdir() if entry.name.isdecimal()} == {"2", "3"}
 
 
-def test_a_checkpoint_that_can_not_be_written_is_told_of(tmp_path, monkeypatch):
-    """As of a full disk, of which orbax tells late, by a ValueError."""
-    with (
-        pytest.raises(gpt_options.UsageError, match=r"could not be written to .*: RESOURCE_EXHAUSTED"),
-        Checkpoints(tmp_path) as c,
-    ):
-
-        def full(*_, **__):
-            raise ValueError("RESOURCE_EXHAUSTED: Error writing\nand much more")
-
-        monkeypatch.setattr(c._manager, "save", full)
-        c.save(1, training.TrainState({"params": jnp.ones(1)}, ()))
-
-
 def test_a_run_that_is_over_is_reported_without_its_metrics(tmp_path):
     with Record("f32", tmp_path / "metrics.jsonl", 0) as record:
         pass

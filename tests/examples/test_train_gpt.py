@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -181,6 +182,16 @@ def test_ctrl_c_in_the_shell(text, tmp_path):
     assert process.returncode == 130
     assert "--resume" in out and "Traceback" not in err
     assert any(entry.name.isdecimal() for entry in (tmp_path / "out" / "f32" / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_that_can_not_be_written_is_told_of(text, tmp_path):
+    """Files of at most 20 kB: as on a full disk, of which orbax tells late, and tensorstore in lines of its own."""
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    args = (*TINY, "--data", text, "--steps", 4, "--recipe", "f32", "--checkpoint-every", 2, "--out", tmp_path / "out")
+    with script(*args, preexec_fn=small) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err.count("train_gpt: error: a checkpoint could not be written to ") == 1 and "train_gpt.py" not in err
 
 
 # --- Mistakes --------------------------------------------------------------------------------------------------------
