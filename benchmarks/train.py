@@ -7,6 +7,7 @@ precision differs.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections import deque
@@ -97,14 +98,19 @@ def step(model: nn.Module, optimizer: optax.GradientTransformation, **options):
     return jax.jit(run, donate_argnums=(0, 1), **options)
 
 
+@functools.cache
+def initial(model: nn.Module):
+    """Jitted: (key, tokens) -> variables; to compile it takes longer than many a training does, once for all seeds."""
+    return jax.jit(lambda key, tokens: nn.unbox(model.init(key, tokens)))
+
+
 def train(name: str, shape: Shape, options: Options, seed: int, data: Data) -> Run:
     model = Decoder(shape, options.layers, name)
     optimizer = adamw(options.lr or 0.2 / shape.hidden, options.steps // 10, options.steps)
     windows = lambda step: jnp.asarray(data.train_batch(seed, step, shape.batch, shape.seq))
 
     with CONTENDERS[name](shape).context():
-        init = jax.jit(lambda key, tokens: nn.unbox(model.init(key, tokens)))
-        variables = flax.core.unfreeze(init(jax.random.key(seed), windows(0)[:, :-1].astype(jnp.int32)))
+        variables = flax.core.unfreeze(initial(model)(jax.random.key(seed), windows(0)[:, :-1].astype(jnp.int32)))
         moments = jax.jit(optimizer.init)(variables["params"])
         began = time.perf_counter()
         compiled = step(model, optimizer).lower(variables, moments, windows(0)).compile()
