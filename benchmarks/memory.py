@@ -104,12 +104,13 @@ def run(
         raise SystemExit(f"benchmarks memory: --layers: expected none with --devices, got {layers}")
     mesh = mesh_of_h200s(devices)
     for config, name, layout in itertools.product(configs, against, layouts if devices > 1 else [sharded.ONE]):
+        shape = SHAPES[config]
         row = {"config": config, "contender": name, "compiled_for": "NVIDIA H200", "devices": devices}
         row |= {"layers": layers} if devices == 1 else {"layout": layout}
-        if why := sharded.lack(name, layout, "auto") if devices > 1 else "":
+        if why := sharded.lack(name, layout, "auto", shape, devices) if devices > 1 else "":
             yield row | {"skipped": why}
             continue
-        began, shape = time.perf_counter(), SHAPES[config]
+        began = time.perf_counter()
         step = compiled(name, shape, layers, mesh) if devices == 1 else compiled_sharded(name, shape, layout, mesh)
         row["compile_s"], memory = time.perf_counter() - began, step.memory_analysis()
         yield row | {

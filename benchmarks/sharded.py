@@ -41,24 +41,30 @@ class Layout(NamedTuple):
     """What the mesh's one axis splits, and how the layer is told."""
 
     resource: te.MeshResource
+    splits: tuple[str, ...]  # sizes of the Shape, which the number of devices must divide
     x: PartitionSpec = PartitionSpec()  # of activations [B, S, H]
     fields: Mapping[str, Any] = MappingProxyType({})
 
 
 LAYOUTS = {
-    "data": Layout(te.MeshResource(dp_resource=AXIS), PartitionSpec(AXIS)),
-    "fsdp": Layout(te.MeshResource(fsdp_resource=AXIS), PartitionSpec(AXIS)),
-    "tensor": Layout(te.MeshResource(tp_resource=AXIS)),
+    "data": Layout(te.MeshResource(dp_resource=AXIS), ("batch",), PartitionSpec(AXIS)),
+    "fsdp": Layout(te.MeshResource(fsdp_resource=AXIS), ("batch", "hidden"), PartitionSpec(AXIS)),
+    "tensor": Layout(te.MeshResource(tp_resource=AXIS), ("groups", "mlp")),
     "tensor+sequence": Layout(
-        te.MeshResource(tpsp_resource=AXIS), PartitionSpec(None, AXIS), dict(enable_sequence_parallel=True)
+        te.MeshResource(tpsp_resource=AXIS),
+        ("groups", "mlp", "seq"),
+        PartitionSpec(None, AXIS),
+        dict(enable_sequence_parallel=True),
     ),
     "context, gathered": Layout(
         te.MeshResource(cp_resource=AXIS),
+        ("seq",),
         PartitionSpec(None, AXIS),
         dict(CONTEXT, context_parallel_strategy="ALL_GATHER"),
     ),
     "context, ring": Layout(
         te.MeshResource(cp_resource=AXIS),
+        ("seq",),
         PartitionSpec(None, AXIS),
         dict(CONTEXT, context_parallel_strategy="RING"),
     ),
@@ -160,10 +166,10 @@ def run(
         errors, skipped = {}, {}
         for name in against:
             make = partial(Step, name, SHAPES[config])
-            one = steps[name, ONE] = make(Layout(te.MeshResource()), devices[:1], AxisType.Auto)
+            one = steps[name, ONE] = make(Layout(te.MeshResource(), ()), devices[:1], AxisType.Auto)
             expected = one.results()
             for layout in layouts:
-                if why := lack(name, layout, axes):
+                if why := lack(name, layout, axes, SHAPES[config], len(devices)):
                     skipped[name, layout] = why
                     continue
                 step = steps[name, layout] = make(LAYOUTS[layout], devices, AXES[axes])
@@ -184,13 +190,16 @@ def run(
             yield row | {"temp_gib": steps[which].temp_gib} | errors.get(which, {})
 
 
-def lack(name: str, layout: str, axes: str) -> str:
-    """Why a contender has no such layout, "" where it has."""
-    if name == "flax" and "context_parallel_axis" in LAYOUTS[layout].fields:
+def lack(name: str, layout: str, axes: str, shape: Shape, devices: int) -> str:
+    """Why a contender has no such layout of the shape over so many devices, "" where it has."""
+    balanced = "context_parallel_axis" in LAYOUTS[layout].fields
+    if name == "flax" and balanced:
         return "Flax and JAX have no attention of sharded sequences"
     if name == "flax" and axes == "explicit":
         return "Flax's modules do not say how products of sharded types lie"
-    return ""
+    parts = 2 * devices if balanced else devices
+    uneven = [f"{what} {getattr(shape, what)}" for what in LAYOUTS[layout].splits if getattr(shape, what) % parts]
+    return f"expected multiples of {parts}, got {', '.join(uneven)}" if uneven else ""
 
 
 def line(row: dict) -> str:

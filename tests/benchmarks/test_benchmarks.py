@@ -306,6 +306,16 @@ def test_sharded_is_the_layer(axes, contenders, tmp_path, monkeypatch):
         command.main(["sharded", "--config", "tiny", "--devices", "1"])
 
 
+def test_layouts_that_do_not_divide_are_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "devices", functools.partial(jax.devices, "cpu"))
+    args = ["--config", "tiny-llama", "--devices", "3", "--against", "te-bf16", *QUICK]
+    one, *rows = rows_of(tmp_path, "sharded", *args)
+    assert one["ms"] > 0 and [row["layout"] for row in rows if "skipped" not in row] == []
+    shape = SHAPES["tiny-llama"]
+    assert rows[0]["skipped"] == f"expected multiples of 3, got batch {shape.batch}"
+    assert rows[-1]["skipped"] == f"expected multiples of 6, got seq {shape.seq}"
+
+
 def test_memory_is_compiled_for_or_says_what_lacks(tmp_path):
     """With the CUDA plugin and module, on a GPU machine or not, for an H200; here, without."""
     argv = ["memory", "--config", "tiny", "--against", "flax,te-delayed"]
