@@ -71,6 +71,19 @@ def test_a_layer_with_its_sequence_sharded(strategy, balanced, rec, explicit, fi
     testing.assert_close((y_, grads_, dx_), (y, grads, dx), 0.02 if rec else 5 * F32)
 
 
+def test_lengths_in_the_balanced_order():
+    """Rotations too are by the place in the sequence, not by that in memory."""
+    fields = dict(enable_rotary_pos_emb=True, attn_mask_type="padding_causal")
+    whole = MultiHeadAttention(16, 4, **fields)
+    layer = MultiHeadAttention(16, 4, **fields, context_parallel_axis="cp", context_parallel_causal_load_balanced=True)
+    lengths = te.SequenceDescriptor.from_seqlens(jnp.array([5, 16, 9, 12]))
+    variables = nn.unbox(whole.init(jax.random.key(0), X, sequence_descriptor=lengths))
+    expected = jax.device_get(whole.apply(variables, X, sequence_descriptor=lengths)[0])
+    with testing.on_mesh(testing.mesh_of((4, 2), ("data", "cp"))):
+        got = jax.device_get(BACK(layer.apply(variables, ORDER(X), sequence_descriptor=lengths)[0]))
+    testing.assert_close(got, expected, F32)
+
+
 def test_nnx_is_linen():
     fields = dict(context_parallel_axis="cp", context_parallel_causal_load_balanced=True)
     linen = TransformerLayer(**FIELDS, **fields)

@@ -91,6 +91,32 @@ def test_explicit_axes(case, shape, strategy):
     testing.assert_close(got, step(options, None, tuple(QKV), DY, arguments), F32)
 
 
+@pytest.mark.parametrize("strategy", [None, "ALL_GATHER", "RING"])
+def test_one_example_and_one_group_over_explicit_axes_of_one_device(strategy):
+    query, key, value, dy = QKV[0][:1], QKV[1][:1, :, :1], QKV[2][:1, :, :1], DY[:1]
+    options, parallel = Attention(0.3, causal=True), strategy and ContextParallel("cp", strategy)
+    mesh = testing.mesh_of((1, 2, 1), ("data", "cp", "model"), explicit=True)
+    sequence = "cp" if strategy else None
+    of_heads, of_groups = P("data", sequence, "model"), P("data", sequence)
+    *qkv, cotangent = testing.shard(mesh, [query, key, value, dy], [of_heads, of_groups, of_groups, of_heads])
+    with testing.on_mesh(mesh):
+        got = step(options, parallel, tuple(qkv), cotangent, {})
+    testing.assert_close(got, step(options, None, (query, key, value), dy, {}), F32)
+
+
+@STRATEGIES
+def test_in_16_bits(strategy):
+    """Gradients too, of which XLA for CPUs can't sum all over some axes of a mesh: such a sum would end the process."""
+    qkv, dy = [jnp.asarray(x, jnp.bfloat16) for x in QKV], jnp.asarray(DY, jnp.bfloat16)
+    expected = step(Attention(0.3), None, tuple(qkv), dy, {})
+    mesh = testing.mesh_of((2, 4), ("data", "cp"))
+    *qkv, dy = testing.shard(mesh, [*qkv, dy], [P("data", "cp")] * 4)
+    with testing.on_mesh(mesh):
+        got = step(Attention(0.3), ContextParallel("cp", strategy), tuple(qkv), dy, {})
+    assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.bfloat16)}
+    testing.assert_close(got, expected, 2 * testing.epsilon(jnp.bfloat16))
+
+
 @STRATEGIES
 @pytest.mark.parametrize("explicit, check", [(False, True), (False, False), (True, True)])
 @pytest.mark.parametrize("case", ["causal", "packed", "bias", "learnable"])
@@ -160,23 +186,52 @@ def test_explicit_axes_are_reordered_outside_a_mesh():
     testing.assert_same_bytes(*jax.device_get((reorder_causal_load_balancing(x, cp_size=4, seq_dim=-3), ordered)))
 
 
+LENGTHS = np.array([[20, 9], [32, 0]])
+POSITIONS = np.array([[*range(20), *range(9), *range(3)], [*range(3), *range(4), *range(25)]])
+order, back = (partial(f, cp_size=4) for f in (reorder_causal_load_balancing, inverse_reorder_causal_load_balancing))
+
+
 @STRATEGIES
-@pytest.mark.parametrize("window", [None, (5, 0)])
-def test_balanced_order(window, strategy):
-    options = Attention(0.3, causal=True, window=window)
+@pytest.mark.parametrize(
+    "fields, descriptor, stored",
+    [
+        (dict(causal=True), None, None),
+        (dict(causal=True, window=(5, 0)), None, None),
+        (dict(causal=True), SequenceDescriptor.from_seqlens(LENGTHS), None),
+        (dict(causal=True, bottom_right=True), SequenceDescriptor.from_seqlens(LENGTHS[:, 0]), None),
+        ({}, SequenceDescriptor.from_seqlens(LENGTHS), None),
+        ({}, SequenceDescriptor.from_segment_ids_and_pos(IDS), SequenceDescriptor.from_segment_ids_and_pos(order(IDS))),
+        (
+            dict(causal=True),
+            SequenceDescriptor.from_segment_ids_and_pos(IDS, POSITIONS),
+            SequenceDescriptor.from_segment_ids_and_pos(order(IDS), order(POSITIONS)),
+        ),
+    ],
+    ids=["causal", "window", "lengths", "lengths, bottom right", "lengths, all", "ids, all", "ids and positions"],
+)
+def test_balanced_order(fields, descriptor, stored, strategy):
+    """Lengths are given as they are, ids and positions in the order of the tokens."""
+    options = Attention(0.3, **fields)
     parallel = ContextParallel("cp", strategy, load_balanced=True)
-    order, back = (
-        partial(f, cp_size=4) for f in (reorder_causal_load_balancing, inverse_reorder_causal_load_balancing)
-    )
-    np.testing.assert_array_equal(
-        order(jnp.arange(16), seq_dim=0), [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
-    )
     mesh = testing.mesh_of((2, 4), ("data", "cp"))
     *qkv, dy = testing.shard(mesh, [order(x) for x in (*QKV, DY)], [P("data", "cp")] * 4)
     with testing.on_mesh(mesh):
-        got = step(options, parallel, tuple(qkv), dy, {})
+        got = step(options, parallel, tuple(qkv), dy, dict(sequence_descriptor=stored or descriptor))
     got = jax.tree.map(lambda x: back(x) if x.ndim == 4 else x, got)
-    testing.assert_close(got, step(options, None, tuple(QKV), DY, {}), F32)
+    testing.assert_close(got, step(options, None, tuple(QKV), DY, dict(sequence_descriptor=descriptor)), F32)
+
+
+def test_the_balanced_order():
+    np.testing.assert_array_equal(
+        order(jnp.arange(16), seq_dim=0), [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
+    )
+
+
+def test_ids_alone_do_not_tell_positions_in_the_balanced_order():
+    parallel, ids = ContextParallel("cp", load_balanced=True), SequenceDescriptor.from_segment_ids_and_pos(order(IDS))
+    with testing.on_mesh(testing.mesh_of((2, 4), ("data", "cp"))):
+        with pytest.raises(ValueError, match="load_balanced: .*expected segment_pos beside segment_ids"):
+            step(Attention(0.3, causal=True), parallel, tuple(QKV), DY, dict(sequence_descriptor=ids))
 
 
 @pytest.mark.parametrize(

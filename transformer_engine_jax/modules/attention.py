@@ -14,9 +14,8 @@ from transformer_engine_jax.initializers import default_kernel_init, flat_kernel
 from transformer_engine_jax.modules.checks import canonical_tuple
 from transformer_engine_jax.modules.dense import ProjectionParts
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor
-from transformer_engine_jax.ops.attention.context_parallel import ContextParallel, balanced_order
+from transformer_engine_jax.ops.attention.context_parallel import ContextParallel, places_in_order
 from transformer_engine_jax.ops.attention.cudnn import reads_qkv
-from transformer_engine_jax.ops.attention.sequences import places
 from transformer_engine_jax.ops.dropout import Residual
 from transformer_engine_jax.ops.layernorm import Norm
 from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
@@ -129,9 +128,10 @@ def positions(query, key, start, sequences: SequenceDescriptor | None, order: Co
     lengths = query.shape[1], key.shape[1]
     if isinstance(sequences, SequenceDescriptor):
         sequences.check(query.shape[0], *lengths)
-        return tuple(side.position for side in places(sequences, *lengths, Attention(scale=1.0)))
+        found = places_in_order(order, sequences, *lengths, Attention(scale=1.0, causal=True))
+        return tuple(side.position for side in found)
     if order is not None:
-        return tuple(jnp.asarray(balanced_order(n, order.size())) for n in lengths)
+        return tuple(side.position[0] for side in places_in_order(order, None, *lengths, Attention(scale=1.0)))
     return tuple(None if start is None else start + jnp.arange(n, dtype=jnp.int32) for n in lengths)
 
 

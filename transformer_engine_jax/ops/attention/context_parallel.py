@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference, running_attention
-from transformer_engine_jax.ops.attention.sequences import Places
+from transformer_engine_jax.ops.attention.sequences import Places, SequenceDescriptor, places
 from transformer_engine_jax.ops.attention.shards import examples_and_heads, on_axes
 
 STRATEGIES = ("DEFAULT", "ALL_GATHER", "RING")
@@ -44,6 +44,15 @@ class ContextParallel(NamedTuple):
                 f"over it, got {self.axis!r}; the mesh has {list(mesh.axis_names)}"
             )
         return mesh.shape[self.axis]
+
+    def check_lengths(self, **lengths: int) -> None:
+        """Raises ValueError for lengths that do not divide over the axis."""
+        for name, length in lengths.items():
+            if length % self.size():
+                raise ValueError(
+                    f"context_parallel_axis: {name}: expected a length of a multiple of {self.size()}, the size of "
+                    f"{self.axis!r}, got {length}"
+                )
 
 
 def balanced_order(length: int, size: int) -> np.ndarray:
@@ -86,10 +95,27 @@ def _reordered(x, order: np.ndarray, axis: int) -> jax.Array:
     return jax.sharding.reshard(jax.sharding.reshard(x, whole).at[tokens].get(out_sharding=whole), own)
 
 
-def balanced_places(parallel: ContextParallel, queries: Places, keys: Places) -> tuple[Places, Places]:
-    """Places counted along the sequence, for tokens that are stored in the balanced order."""
-    order = partial(reorder_causal_load_balancing, cp_size=parallel.size())
-    return queries._replace(position=order(queries.position)), keys._replace(position=order(keys.position))
+def places_in_order(
+    parallel: ContextParallel | None, sequences: SequenceDescriptor | None, q_len: int, k_len: int, options: Attention
+) -> tuple[Places, Places]:
+    """`places` of tokens as they are stored, which may be the balanced order.
+
+    Lengths are those of sequences as they are read; ids and positions those of the stored tokens. ValueError for ids
+    alone where positions matter: those of tokens that were reordered can't be counted.
+    """
+    found = places(sequences, q_len, k_len, options)
+    if parallel is None or not parallel.load_balanced or parallel.size() == 1:
+        return found
+    if sequences is None or sequences.segment_ids is None:
+        order = partial(reorder_causal_load_balancing, cp_size=parallel.size())
+        return jax.tree.map(order, found)
+    if sequences.segment_pos is None and (options.reach != (-1, -1) or options.score_mod is not None):
+        raise ValueError(
+            "context_parallel_causal_load_balanced: sequence_descriptor: expected segment_pos beside segment_ids, as "
+            "the balanced order does not tell where tokens stand in their sequence, got none; reorder both alike: "
+            "from_segment_ids_and_pos(reorder(ids), reorder(positions))"
+        )
+    return found
 
 
 def context_parallel_attention(
@@ -98,28 +124,29 @@ def context_parallel_attention(
     """As `attention_reference`, of arrays whose axis 1 is sharded over parallel.axis.
 
     Raises:
-      ValueError: the lengths do not divide over the axis, or dropout with RING, whose parts would draw alike.
+      ValueError: dropout with RING, whose parts would draw alike.
     """
     size, ring = parallel.size(), parallel.strategy == "RING"
-    _check_lengths(parallel, query, key)
     if ring and others["dropout_key"] is not None:
         raise ValueError("context_parallel_strategy: 'RING' has no dropout; take 'ALL_GATHER'")
     sharded, whole = P(None, parallel.axis), P()
     of_keys = sharded if ring else whole
     of_rows = lambda x: P(None, None, parallel.axis) if x is not None and x.shape[2] > 1 else whole
     like = lambda tree, spec: jax.tree.map(lambda _: spec, tree)
+    dtypes = key.dtype, value.dtype
+    if not ring:  # their gradients are summed over the devices in f32: on CPUs XLA (of jaxlib 0.12) aborts in bf16
+        key, value = (x.astype(jnp.float32) for x in (key, value))
     operands = (query, key, value, queries, keys, others)
     specs = (sharded, of_keys, of_keys, like(queries, sharded), like(keys, whole))
     specs += ({name: like(x, of_rows(x) if name in ("mask", "bias") else whole) for name, x in others.items()},)
-    local = _ring if ring else _of_all_keys
-    return on_axes({parallel.axis}, local, (parallel.axis, size, options), operands, specs, sharded)
+    local, static = (_ring, size) if ring else (_of_all_keys, dtypes)
+    return on_axes({parallel.axis}, local, (parallel.axis, static, options), operands, specs, sharded)
 
 
 def context_parallel_cudnn(
     parallel: ContextParallel, options: Attention, query, key, value, softmax_offset
 ) -> jax.Array:
-    """As `context_parallel_attention`, by cuDNN: whole sequences, causal or not; ValueError likewise."""
-    _check_lengths(parallel, query, key)
+    """As `context_parallel_attention`, by cuDNN: whole sequences, causal or not."""
     over = dict(size=parallel.size(), ring=parallel.strategy == "RING", balanced=parallel.load_balanced)
     parts = Parts(options.scale, Mask(options.causal), parallel.axis, **over)
     axes, batch, heads = examples_and_heads(query, key.shape[2], parallel.axis)
@@ -131,18 +158,9 @@ def context_parallel_cudnn(
     return on_axes({parallel.axis, *axes}, attention_of_parts, (parts,), operands, specs, sharded)
 
 
-def _check_lengths(parallel: ContextParallel, query, key) -> None:
-    size = parallel.size()
-    for name, x in (("query", query), ("key", key)):
-        if x.shape[1] % size:
-            raise ValueError(
-                f"context_parallel_axis: {name}: expected a length of a multiple of {size}, the size of "
-                f"{parallel.axis!r}, got {x.shape[1]}"
-            )
-
-
-def _of_all_keys(axis: str, size: int, options: Attention, query, key, value, queries, keys, others) -> jax.Array:
+def _of_all_keys(axis: str, dtypes, options: Attention, query, key, value, queries, keys, others) -> jax.Array:
     first = jax.lax.axis_index(axis) * query.shape[1]
+    key, value = (x.astype(dtype) for x, dtype in zip((key, value), dtypes))
     return attention_reference(options, query, key, value, queries=queries, keys=keys, first_row=first, **others)
 
 

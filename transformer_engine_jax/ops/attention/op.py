@@ -11,15 +11,15 @@ from transformer_engine_jax.decisions import decided
 from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, warn_of_fallback
 from transformer_engine_jax.ops.attention.context_parallel import (
     ContextParallel,
-    balanced_places,
     context_parallel_attention,
     context_parallel_cudnn,
+    places_in_order,
 )
 from transformer_engine_jax.ops.attention.cudnn import cudnn_attention, reads_qkv
 from transformer_engine_jax.ops.attention.flash_qkv import parts, qkv_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
-from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, places, runs
+from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, runs
 from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads
 from transformer_engine_jax.ops.quantize import watch
 from transformer_engine_jax.quantizers import AttentionQuantizers, keep
@@ -54,7 +54,8 @@ def dot_product_attention(
       softmax_offset: [H] the extra logit of each head, of softmax_type "learnable".
       dropout_key: of jax.random; None is no dropout.
       context_parallel: the mesh axis that shards the sequences of query, key and value, and how; a mesh must be in
-        force. In the balanced order, positions of a descriptor, and mask and bias, are those of the stored tokens.
+        force. In the balanced order, ids and positions of a descriptor, and mask and bias, are those of the stored
+        tokens; its lengths are those of sequences as they are read.
       quantizers: of attention_quantizers; query, key, value and the weights are then E4M3 in the forward pass, and in
         their own dtype in the backward. Where that cannot be (see attention_backend), all is, and states are kept.
 
@@ -83,9 +84,9 @@ def dot_product_attention(
         sequence_descriptor.check(query.shape[0], query.shape[1], key.shape[1])
     if context_parallel is not None and context_parallel.size() == 1:
         context_parallel = None  # in any order that is the sequence
-    queries, keys = places(sequence_descriptor, query.shape[1], key.shape[1], options)
-    if context_parallel is not None and context_parallel.load_balanced and sequence_descriptor is None:
-        queries, keys = balanced_places(context_parallel, queries, keys)
+    if context_parallel is not None:
+        context_parallel.check_lengths(query=query.shape[1], key=key.shape[1])
+    queries, keys = places_in_order(context_parallel, sequence_descriptor, query.shape[1], key.shape[1], options)
     alone = all(x is None for x in (sequence_descriptor, mask, bias, context_parallel, quantizers))
     dropout_key = dropout_key if options.dropout > 0 else None
     others = dict(mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key)

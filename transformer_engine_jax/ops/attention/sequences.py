@@ -219,7 +219,8 @@ def _side(ids, positions, most: int) -> _Side:
     before = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)))
     begins = (ids != 0) & (ids != before)
     number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    own = (number[:, None, :] == 1 + jnp.arange(most)[None, :, None]) & (ids != 0)[:, None, :]  # [B, N, S]
+    numbers = 1 + jnp.arange(most, dtype=jnp.int32)[None, :, None]
+    own = (number[:, None, :] == numbers) & (ids != 0)[:, None, :]  # [B, N, S]
     first = own & begins[:, None, :]
     of_first = lambda x: jnp.sum(jnp.where(first, x[:, None, :], 0), axis=-1, dtype=jnp.int32)
     start, length = of_first(jnp.broadcast_to(token, ids.shape)), jnp.sum(own, axis=-1, dtype=jnp.int32)

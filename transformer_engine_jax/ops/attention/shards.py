@@ -59,7 +59,9 @@ def of_examples_and_heads(query, key, value, others: dict[str, Any], sequence: s
     softmax_offset and more. sequence: the mesh axis that shards the tokens.
     """
     spec, mesh, axes = jax.typeof(query).sharding.spec, jax.typeof(query).sharding.mesh, explicit_axes(query)
-    batch, heads = (tuple(name for name in names_of(spec[i]) if name != sequence) or None for i in (0, 2))
+    # An axis of one device shards nothing, and goes where a dimension of one is reshaped.
+    shards = lambda name: name != sequence and mesh.shape[name] > 1
+    batch, heads = (tuple(filter(shards, names_of(spec[i]))) or None for i in (0, 2))
     groups = key.shape[2]
     if groups % math.prod(mesh.shape[name] for name in heads or ()):
         key, value = (_repeated(x, query.shape[2] // groups) for x in (key, value))
