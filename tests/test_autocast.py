@@ -36,6 +36,19 @@ def test_nesting():
         assert current().mesh_resource == outer
 
 
+def test_a_context_is_opened_again_and_within_itself():
+    fp8, off = te.fp8_autocast(True), te.autocast(False)
+    for _ in range(2):
+        with fp8:
+            with off, fp8, fp8:
+                assert current().recipe == recipe.DelayedScaling()
+            assert current().recipe is not None
+        assert current().recipe is None
+    assert fp8(lambda: current().recipe)() == recipe.DelayedScaling()
+    with te.global_shard_guard(te.MeshResource(dp_resource="data")), fp8:
+        assert current().mesh_resource.dp_resource == "data"
+
+
 def test_the_context_closes_after_an_error():
     with pytest.raises(RuntimeError), te.autocast(True):
         raise RuntimeError
@@ -56,8 +69,8 @@ def test_the_context_closes_after_an_error():
     ],
 )
 def test_wrong_arguments(arguments, message):
-    with pytest.raises(TypeError, match=message), te.fp8_autocast(**{"enabled": True, **arguments}):
-        pass
+    with pytest.raises(TypeError, match=message):
+        te.fp8_autocast(**{"enabled": True, **arguments})
 
 
 def test_a_guard_takes_a_resource_only():
@@ -160,6 +173,21 @@ def test_state_survives_a_step_that_does_not_use_it():
         with context:
             state = gradient(variables)[STATE_COLLECTION]
         jax.tree.map(np.testing.assert_array_equal, state, variables[STATE_COLLECTION])
+
+
+def test_recipes_that_update_a_state_alike_update_it_once():
+    model, variables = model_and_variables(recipe.DelayedScaling())
+    alike, other = recipe.DelayedScaling(fp8_gemms="all"), recipe.DelayedScaling(margin=1)
+
+    def loss(variables, second):
+        with te.autocast(True):
+            y = model.apply(variables, X)
+        with te.autocast(True, second):
+            return jnp.sum(y + model.apply(variables, X))
+
+    for second, uses in ((alike, 1), (other, 2)):
+        state = jax.grad(loss)(variables, second)[STATE_COLLECTION]["gemm_state"].x
+        assert state.uses == uses and state.amax_history[1] <= uses * 1.25 * np.abs(X).max()
 
 
 def test_update_collections():

@@ -326,3 +326,13 @@ def test_where_ranks_must_agree():
     with jax.numpy_rank_promotion("raise"):
         te.layernorm(X[:3, :3], G, G)
         te.dense(X[:3, :3], jnp.ones((64, 16)), jnp.ones(16))
+
+
+def test_where_dtypes_must_agree_in_64_bits():
+    x, kernel = jnp.ones((7, 24)), jnp.ones((24, 8))  # of no other test, whose results are kept
+    state, rec = te.GemmState.create(), te.recipe.DelayedScaling()
+    ids = te.SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((1, 7), jnp.int32), max_segments=2)
+    qkv = jnp.ones((1, 7, 2, 8), jnp.float32)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        jax.grad(lambda s: te.dense(x, kernel, quantizers=te.gemm_quantizers(s, rec)).sum())(state)
+        te.dot_product_attention(qkv, qkv, qkv, options=te.Attention(1.0), sequence_descriptor=ids)

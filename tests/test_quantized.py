@@ -346,3 +346,9 @@ def test_current_scaling_hands_on_what_the_recipe_says():
 def test_a_function_s_scale_that_cannot_be_is_not_taken(bad):
     r = recipe.DelayedScaling(amax_history_len=2, scaling_factor_compute_algo=lambda *_: jnp.float32(bad))
     assert recipe.delayed_scale(r, jnp.float32([4, 0]), jnp.float32(3), E4M3) == 3
+
+
+def test_states_that_are_not_stacked_along_leading_axes_are_not_read():
+    state = GemmState(jnp.ones((3, 2, 6)))  # of two layers, along axis 1
+    with pytest.raises(ValueError, match=r"GemmState: expected f32\[.., 3, 2 \+ history\] .* got \[3, 2, 6\]"):
+        _ = state.x

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -68,7 +69,21 @@ def current() -> Autocast:
     return _context.value
 
 
-@contextlib.contextmanager
+class _Opening(contextlib.ContextDecorator):
+    """Has what `value` gives of the context around in force while it is open: again and again, and within itself."""
+
+    def __init__(self, value: Callable[[Autocast], Autocast]):
+        self._value, self._of_thread = value, threading.local()
+
+    def __enter__(self) -> None:
+        opened = _context(self._value(current()))
+        opened.__enter__()
+        self._of_thread.__dict__.setdefault("opened", []).append(opened)
+
+    def __exit__(self, *error) -> None:
+        self._of_thread.opened.pop().__exit__(*error)
+
+
 def autocast(
     enabled: bool = False,
     recipe: Recipe | None = None,
@@ -76,8 +91,10 @@ def autocast(
     *,
     calibrating: bool = False,
     amax_axes: str | Sequence[str] | None = None,
-) -> Iterator[None]:
-    """Computes the GEMMs of this library's modules in FP8 while it is open.
+) -> contextlib.ContextDecorator:
+    """Computes the GEMMs of this library's modules in FP8 while it is open: a context, which may be opened again.
+
+    It is that of the thread that opens it, as JAX's own contexts are.
 
     Args:
       enabled: False computes in the modules' own precision.
@@ -97,19 +114,15 @@ def autocast(
         raise TypeError(f"autocast: recipe: expected an instance of a recipe such as DelayedScaling(), got {recipe!r}")
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
         raise TypeError(f"autocast: mesh_resource: expected a MeshResource, got {mesh_resource!r}")
-    axes = current().amax_axes if amax_axes is None else amax_axes
-    axes = (axes,) if isinstance(axes, str) or not isinstance(axes, Iterable) else tuple(axes)
-    if not all(isinstance(a, str) for a in axes):
-        raise TypeError(f"autocast: amax_axes: expected mesh axis names, got {amax_axes!r}")
-    on = bool(enabled) or bool(calibrating)
-    value = Autocast(
-        recipe=(recipe or DelayedScaling()) if on else None,
-        calibrating=on and bool(calibrating) and not enabled,
-        amax_axes=axes,
-        mesh_resource=current().mesh_resource if mesh_resource is None else mesh_resource,
-    )
-    with _context(value):
-        yield
+    said = {} if mesh_resource is None else {"mesh_resource": mesh_resource}
+    if amax_axes is not None:
+        one = isinstance(amax_axes, str) or not isinstance(amax_axes, Iterable)
+        said["amax_axes"] = (amax_axes,) if one else tuple(amax_axes)
+        if not all(isinstance(a, str) for a in said["amax_axes"]):
+            raise TypeError(f"autocast: amax_axes: expected mesh axis names, got {amax_axes!r}")
+    said["recipe"] = (recipe or DelayedScaling()) if enabled or calibrating else None
+    said["calibrating"] = bool(calibrating) and not enabled
+    return _Opening(lambda around: dataclasses.replace(around, **said))
 
 
 def fp8_autocast(
@@ -119,15 +132,13 @@ def fp8_autocast(
     *,
     calibrating: bool = False,
     amax_axes: str | Sequence[str] | None = None,
-):
+) -> contextlib.ContextDecorator:
     """`autocast` under the name and with the argument names of NVIDIA's extension."""
     return autocast(enabled, fp8_recipe, mesh_resource, calibrating=calibrating, amax_axes=amax_axes)
 
 
-@contextlib.contextmanager
-def global_shard_guard(resource: MeshResource) -> Iterator[None]:
+def global_shard_guard(resource: MeshResource) -> contextlib.ContextDecorator:
     """Sets how the mesh axes are used, leaving recipe and mode alone; TypeError where that is no MeshResource."""
     if not isinstance(resource, MeshResource):
         raise TypeError(f"global_shard_guard: expected a MeshResource, got {resource!r}")
-    with _context(dataclasses.replace(current(), mesh_resource=resource)):
-        yield
+    return _Opening(lambda around: dataclasses.replace(around, mesh_resource=resource))

@@ -69,6 +69,11 @@ class QuantizerStates:
 
         if self.packed is None:
             return {}
+        if jnp.ndim(self.packed) < 2 or jnp.shape(self.packed)[-2] != len(self.TENSORS):
+            raise ValueError(
+                f"{type(self).__name__}: expected f32[.., {len(self.TENSORS)}, 2 + history] with stacked layers along "
+                f"leading axes, as variable_axes={{..: 0}} has them, got {list(jnp.shape(self.packed))}"
+            )
         abstract = isinstance(self.packed, jax.ShapeDtypeStruct)  # of jax.eval_shape
         return dict(zip(self.TENSORS, jax.eval_shape(split, self.packed) if abstract else split(self.packed)))
 

@@ -34,6 +34,12 @@ class QuantizerSpec(NamedTuple):
     calibrating: bool
     checkpoint_name: str | None = None  # of what is quantized, for checkpoint policies
 
+    @property
+    def rule(self) -> tuple:
+        """All that the next state depends on."""
+        recipe = self.recipe
+        return recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, self.dtype
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -95,17 +101,18 @@ def _attach_once(specs: tuple[QuantizerSpec, ...], states: QuantizerStates) -> l
 
     Attaching inside the body of a scan, or in each of two calls of one model, would add up updated states, and
     double the scale, where adding up the reports is what is wanted. So would adding an updated state to one that a call
-    before kept: that is attached which the other hands on.
+    before kept: that is attached which the other hands on. Recipes that update states alike attach them together.
     """
     if kept := made("kept", [states.packed]):
         _, states = kept
 
-    def attached() -> list[Quantizer]:
-        views = [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(_attach(specs, states), specs))]
+    def attached() -> list[tuple[jax.Array, jax.Array]]:
+        views = _attach(specs, states)
         once("attached", [states.packed], lambda: views)  # whatever the specs: see _kept_once
         return views
 
-    return once(("attached", specs), [states.packed], attached)
+    views = once(("attached", tuple(spec.rule for spec in specs)), [states.packed], attached)
+    return [Quantizer(*view, spec, i) for i, (view, spec) in enumerate(zip(views, specs))]
 
 
 def quantizer_spec(*, backward: bool = False, checkpoint_name: str | None = None) -> QuantizerSpec:
@@ -263,5 +270,6 @@ def _differentiable(x: Any) -> bool:
 def _kept_once(state: QuantizerStates) -> jax.Array:
     """f32[] 0, of which any cotangent makes the state's the state, unless a call updates it."""
     if attached := made("attached", [state.packed]):
-        return attached[0].observed[0]
+        (_, observed), *_ = attached
+        return observed[0]
     return once("kept", [state.packed], lambda: _keep(None, state))[0]

@@ -197,6 +197,19 @@ def test_in_fp8_the_result_is_as_asked(explicit):
         assert y.sharding.spec == z.sharding.spec == P("data", None, "model")
 
 
+def test_sums_of_16_bits_are_not_rounded_where_f32_is_asked_for():
+    x, kernel = X.astype(jnp.bfloat16), jnp.ones((X.shape[-1], 4), jnp.bfloat16) / 3
+    numbers = (((2,), (0,)), ((), ()))
+    run = te_flax.make_dot_general_cls(CURRENT)().apply
+    product = lambda dtype: lambda x, kernel: run({}, x, kernel, numbers, preferred_element_type=dtype)
+    y, vjp = jax.vjp(product(jnp.float32), x, kernel)
+    assert y.dtype == jnp.float32 and (y != y.astype(jnp.bfloat16)).any()
+    y_, vjp_ = jax.vjp(product(jnp.bfloat16), x, kernel)
+    testing.assert_same_bytes(y.astype(jnp.bfloat16), y_)
+    testing.assert_same_bytes(vjp(y_.astype(jnp.float32)), vjp_(y_))
+    assert product(jnp.int32)(x, kernel).dtype == jnp.int32
+
+
 def test_one_recipe_is_one_class():
     assert te_flax.make_dot_general_cls(DELAYED) is te_flax.make_dot_general_cls(
         te.recipe.DelayedScaling(amax_history_len=4)

@@ -239,6 +239,16 @@ def test_cross_attention_equals_its_linen_twin(fields, rec):
     assert testing.relative_error((twins.as_linen(grads_), dargs_), (grads, dargs)) <= bound
 
 
+def test_a_mask_type_of_a_call_may_be_spelled_as_that_of_a_field():
+    fields = dict(enable_rotary_pos_emb=True, scale_attn_logits=True, attn_mask_type="padding_causal")
+    model = twins.make(te_nnx.MultiHeadAttention, K, head_dim=D, num_attention_heads=H, **fields)
+    ids, places = jnp.ones((B, S), jnp.int32), jnp.tile(jnp.arange(S) * 7 % S, (B, 1))
+    sequences = te_flax.SequenceDescriptor.from_segment_ids_and_pos(ids, places)
+    expected = model(X, sequence_descriptor=sequences)
+    got = model(X, sequence_descriptor=sequences, attn_mask_type="PADDING_CAUSAL")
+    testing.assert_same_bytes(got[0], expected[0])
+
+
 def test_softmax_is_linens():
     kinds, mask = te_nnx.SoftmaxFusionType, jnp.asarray(np.random.default_rng(0).random((1, 1, S, S)) < 0.5)
     scores = jnp.asarray(emulated.normal(8, (2, H, S, S))[0])

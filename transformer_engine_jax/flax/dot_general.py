@@ -102,7 +102,8 @@ def quantized_dot_general(
     with scope:
         if quantizers is None:
             return jax.lax.dot_general(x, kernel, dimension_numbers, *args, **options)
-        return _as_asked(dot_general(x, kernel, dimension_numbers, quantizers=quantizers), *args, **options)
+        product = functools.partial(dot_general, x, kernel, dimension_numbers, quantizers=quantizers)
+        return _as_asked(product, *args, **options)
 
 
 def quantized_einsum(
@@ -114,7 +115,7 @@ def quantized_einsum(
     with scope:
         if quantizers is None:
             return jnp.einsum(equation, x, kernel, **options)
-        return _as_asked(einsum(equation, x, kernel, quantizers=quantizers), **options)
+        return _as_asked(functools.partial(einsum, equation, x, kernel, quantizers=quantizers), **options)
 
 
 def _decided(recipe: Recipe | None, x, kernel, dimension_numbers: Callable):
@@ -123,7 +124,7 @@ def _decided(recipe: Recipe | None, x, kernel, dimension_numbers: Callable):
         return in_fp8([] if current().recipe is None else [dot_general_product(x, kernel, dimension_numbers())])
 
 
-def _as_asked(y: jax.Array, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:
+def _as_asked(product: Callable, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:
     del precision  # says nothing about FP8
-    y = y if preferred_element_type is None else y.astype(preferred_element_type)
+    y = product(preferred_element_type=preferred_element_type)
     return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)

@@ -29,13 +29,14 @@ from transformer_engine_jax.modules.attention import (
     rotated_qkv,
     rotations,
 )
-from transformer_engine_jax.modules.checks import check_positive
+from transformer_engine_jax.modules.checks import check_positive, respelled
 from transformer_engine_jax.nnx.base import Fp8Module, module
 from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral
 from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
+from transformer_engine_jax.ops.attention.layouts import MASK_TYPES
 from transformer_engine_jax.ops.dropout import Residual
 from transformer_engine_jax.sharding import constrain
 
@@ -166,7 +167,8 @@ class MultiHeadAttention(Fp8Module):
         inputs_q = jnp.asarray(inputs_q)
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         check_ranks(inputs_q, inputs_kv)
-        turns, mask_type = rotations(self, rotary_pos_emb), attn_mask_type or self.attn_mask_type
+        turns = rotations(self, rotary_pos_emb)
+        mask_type = respelled(attn_mask_type or self.attn_mask_type, MASK_TYPES)
         others = mask, bias, sequence_descriptor, decode or None
         options = self.core_attention.as_linen(attn_mask_type=mask_type).options()
         in_one = is_self and in_one_array(self, options, inputs_q, turns, others)

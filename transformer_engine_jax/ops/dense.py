@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
 from transformer_engine_jax.ops.product import computes, kernel_last, product
 from transformer_engine_jax.ops.quantize import (
+    FLOATS,
     Cast,
     named,
     observe,
@@ -50,6 +51,7 @@ class Dense(NamedTuple):
     x_dtype: np.dtype
     kernel_dtype: np.dtype
     bias_dtype: np.dtype | None
+    y_dtype: np.dtype | None = None  # of the output; None: x's
     residual: bool = False  # whether there is one to add
     adds: bool | None = None  # whether the kernel's gradient is added to its buffer; None where there is none
     x_axes: Axes = ()  # logical axes of x[m.., k..] in the product, of which m.. are those of the output there
@@ -135,7 +137,8 @@ def dense_forward(
     kernel_t, cast_kernel = quantize_kernel(static, kernel, quantizers.kernel)
     recipe = quantizers.x.spec.recipe
     q = placed(cast_x.q, static.x_axes)
-    y = forward_matmul(q, kernel_t, bias, static.k_axes, static.x_dtype, recipe.fp8_gemm_fprop, residual)
+    y_dtype = static.y_dtype or static.x_dtype
+    y = forward_matmul(q, kernel_t, bias, static.k_axes, y_dtype, recipe.fp8_gemm_fprop, residual)
     y, x = all_at_once(y, kept(static, cast_x))
     return y, save(static, x, cast_x.amax, cast_kernel, main_grad, quantizers)
 
@@ -299,6 +302,7 @@ def dense(
     input_axes: Axes = (),
     output_axes: Axes = (),
     kernel_axes: Axes = (),
+    preferred_element_type: Any = None,
 ) -> jax.Array:
     """x[m.., k..] contracted with kernel[k.., n..], plus bias[n..] and residual[m.., n..] -> [m.., n..] in x's dtype.
 
@@ -306,15 +310,16 @@ def dense(
       x: f32, f16 or bf16; without quantizers f64 too.
       kernel: likewise. Accumulating(kernel, main_grad) stands for a kernel whose gradient is added to main_grad, and
         comes out as the gradient of that.
-      bias: f32, f16, bf16 or f64, or None; added in x's.
+      bias: f32, f16, bf16 or f64, or None; added in the result's.
       k_axes: how many axes are contracted.
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
-      residual: x's dtype, or None; in FP8 it is added inside the product, before the one rounding of the result.
+      residual: the result's dtype, or None; in FP8 it is added inside the product, before the result's one rounding.
       by_kernels: let `product` compute it where it can, which has gradients but no tangents and no second derivatives.
       input_axes, output_axes: logical axes of x and of the result, see `sharding.constrain`. Where tokens of the result
         are sharded over more mesh axes than those of x, the product scatters its sums, and its backward gathers the
         gradient, in FP8 the bytes.
       kernel_axes: those of the kernel. One that FSDP shards is gathered for each product, in FP8 its bytes.
+      preferred_element_type: the result's dtype in place of x's; f32 of 16 bits has the sums as they are.
 
     Raises:
       ValueError: the shapes or dtypes do not fit.
@@ -328,7 +333,7 @@ def dense(
     shards = SequenceShards.of(x, output_axes[:m_axes], input_axes[:m_axes])
     y = _dense(
         shards.split(x), kernel, bias, k_axes, quantizers, None if residual is None else shards.split(residual),
-        by_kernels, shards.axes(input_axes), shards.gathered, kernel_axes,
+        by_kernels, shards.axes(input_axes), shards.gathered, kernel_axes, np.dtype(preferred_element_type or x.dtype),
     )  # fmt: skip
     return shards.join(constrain(y, shards.axes(output_axes, between=True)))
 
@@ -344,20 +349,20 @@ def _dense(
     x_axes: Axes,
     gathers_dy: bool,
     kernel_axes: Axes,
+    dtype: np.dtype,
 ) -> jax.Array:
     """`dense`, of arrays and of x as its logical axes say."""
     kernel, main_grad = unpacked("dense", kernel)
     check_dense("dense", x, kernel, bias, k_axes, quantizers)
     if residual is not None:
-        check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), x.dtype)
+        check_residual("dense", residual, (*x.shape[: x.ndim - k_axes], *kernel.shape[k_axes:]), dtype)
     main_grad, adds = claimed(main_grad, x, kernel)
     if quantizers is not None and not quantizers.x.spec.calibrating:
-        fields = dict(
-            residual=residual is not None, adds=adds, x_axes=x_axes, gathers_dy=gathers_dy, kernel_axes=kernel_axes
-        )
+        fields = dict(y_dtype=dtype if dtype in FLOATS else np.dtype(np.float32), residual=residual is not None)
+        fields |= dict(adds=adds, x_axes=x_axes, gathers_dy=gathers_dy, kernel_axes=kernel_axes)
         static = Dense.of(x, kernel, bias, k_axes, **fields)
-        return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual)
-    if by_kernels and quantizers is None and computes(x, kernel):
+        return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual).astype(dtype)
+    if by_kernels and quantizers is None and dtype == x.dtype and computes(x, kernel):
         static = Dense.of(x, kernel, bias, k_axes, residual=residual is not None, adds=adds)
         return product(static, x, kernel, bias, main_grad, residual)
     if main_grad is not None:
@@ -366,7 +371,9 @@ def _dense(
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
     contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
     sharding = _product_sharding(x, kernel, k_axes)
-    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (contract, ((), ())), out_sharding=sharding)
+    y = jax.lax.dot_general(
+        x, kernel.astype(x.dtype), (contract, ((), ())), preferred_element_type=dtype, out_sharding=sharding
+    )
     if bias is not None:
         if sharding is not None:
             bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))

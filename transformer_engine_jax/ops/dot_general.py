@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import string
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +22,16 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 
 def dot_general(
-    x, kernel, dimension_numbers: DimensionNumbers, *, quantizers: GemmQuantizers | None = None
-) -> jax.Array:
+    x, kernel, dimension_numbers: DimensionNumbers, *, quantizers: GemmQuantizers | None = None,
+    preferred_element_type: Any = None,
+) -> jax.Array:  # fmt: skip
     """jax.lax.dot_general(x, kernel, dimension_numbers), its products in FP8.
 
     Args:
       x, kernel: f32, f16 or bf16; without quantizers f64 too.
       dimension_numbers: ((axes of x, axes of kernel) to contract, (axes of x, axes of kernel) that are a batch).
       quantizers: how x, kernel and the gradient of the output become FP8; None computes in x's precision.
+      preferred_element_type: the result's dtype in place of x's.
 
     Returns:
       [batch.., free axes of x.., free axes of kernel..] in x's dtype. A batch of products is computed one by one; a
@@ -48,7 +51,8 @@ def dot_general(
         a, b = a[..., None], jnp.expand_dims(b, len(x_batch))
     if not kernel_free:
         b = b[..., None]
-    product = functools.partial(dense, k_axes=max(len(x_k), 1), quantizers=quantizers)
+    options = dict(quantizers=quantizers, preferred_element_type=preferred_element_type)
+    product = functools.partial(dense, k_axes=max(len(x_k), 1), **options)
     for _ in x_batch:
         product = jax.vmap(product)
     y = product(a, b)
@@ -91,20 +95,23 @@ def checked_numbers(x, kernel, dimension_numbers) -> DimensionNumbers:
     return pairs
 
 
-def einsum(equation: str, x, kernel, *, quantizers: GemmQuantizers | None = None) -> jax.Array:
+def einsum(
+    equation: str, x, kernel, *, quantizers: GemmQuantizers | None = None, preferred_element_type: Any = None
+) -> jax.Array:
     """jax.numpy.einsum(equation, x, kernel), its products in FP8.
 
     Args:
       equation: such as "bsd,dhk->bshk", with its result; "..." stands for leading axes.
       x, kernel: as in `dot_general`.
-      quantizers: as in `dot_general`.
+      quantizers, preferred_element_type: as in `dot_general`.
 
     Returns:
       The result, in x's dtype. Raises ValueError for an equation that is not one product of x and kernel.
     """
     x, kernel = _array("einsum", x), _array("einsum", kernel)
     dimension_numbers, order = as_dot_general(equation, x, kernel)
-    return dot_general(x, kernel, dimension_numbers, quantizers=quantizers).transpose(order)
+    options = dict(quantizers=quantizers, preferred_element_type=preferred_element_type)
+    return dot_general(x, kernel, dimension_numbers, **options).transpose(order)
 
 
 def as_dot_general(equation: str, x, kernel) -> tuple[DimensionNumbers, list[int]]:

@@ -23,8 +23,9 @@ class Accumulating:
 
     Several products of a step may use a buffer, which counts once. It counts each time where JAX adds up gradients out
     of sight of the ops: those of several calls of a function that is jitted or rematerialised by itself, with the
-    gradient taken outside of it, of the steps of a scan with the buffer in its carry, and of the shards of a shard_map
-    with check_vma=False (there, reduce over the mesh after the last microbatch).
+    gradient taken outside of it, of calls of a scan or vmap that slices it each time, of the steps of a scan with the
+    buffer in its carry, and of the shards of a shard_map with check_vma=False (there, reduce over the mesh after the
+    last microbatch).
     """
 
     kernel: jax.Array  # [k.., n..] f32, f16 or bf16

@@ -31,7 +31,7 @@ def report(amax: jax.Array) -> jax.Array:
     usable = jnp.isfinite(amax) & (amax > 0)
     bits = jax.lax.bitcast_convert_type(jnp.where(usable, amax, 0.0), jnp.int32)
     bin_ = jnp.clip((bits >> _SHIFT) - _FIRST, 0, BINS - 1)
-    return jnp.where((jnp.arange(BINS) == bin_[..., None]) & usable[..., None], amax[..., None], 0.0)
+    return jnp.where((jnp.arange(BINS, dtype=jnp.int32) == bin_[..., None]) & usable[..., None], amax[..., None], 0.0)
 
 
 def read(reports: jax.Array) -> jax.Array:
