@@ -188,7 +188,8 @@ def test_vmap_of_a_vmap_and_of_an_unbatched_operand():
 
 
 def test_a_kernel_is_not_differentiable_by_itself():
-    with pytest.raises(NotImplementedError, match="measure: expected to be differentiated inside an op"):
+    message = "measure: expected to be differentiated inside an op.*te.quantize .*no derivative: train with te.dense"
+    with pytest.raises(NotImplementedError, match=message):
         jax.grad(lambda x: amax(x))(X)
 
 

@@ -85,6 +85,16 @@ def test_functions_for_amax_and_scale():
     assert update(first, jnp.float32(8), r, E4M3).only.scale == 448 / 8
 
 
+@pytest.mark.parametrize(
+    "field, f",
+    [("amax_compute_algo", lambda history: history), ("scaling_factor_compute_algo", lambda *_: jnp.ones(4))],
+)
+def test_a_function_that_returns_no_number(field, f):
+    r = recipe.DelayedScaling(amax_history_len=4, **{field: f})
+    with pytest.raises(ValueError, match=rf"DelayedScaling.{field}: expected a function .* returns the shape \[4\]"):
+        update(Single.create(r), jnp.float32(4), r, E4M3)
+
+
 def test_a_function_s_scale_has_a_reciprocal():
     r = recipe.DelayedScaling(scaling_factor_compute_algo=lambda *_: jnp.float32(3e38))
     assert update(Single.create(r), jnp.float32(4), r, E4M3).only.scale == 2.0**126

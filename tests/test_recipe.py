@@ -25,6 +25,18 @@ def test_equal_recipes_are_equal_keys_and_frozen(make):
         make().fp8_format = Format.E4M3
 
 
+class Unhashable:
+    """A function of sizes that are to run in FP8, which can be no part of a cache key."""
+
+    __hash__ = None
+
+    def __repr__(self):
+        return "Unhashable()"
+
+    def __call__(self, m, k, n):
+        return True
+
+
 WRONG = [
     (DelayedScaling, "margin", "1"),
     (DelayedScaling, "margin", 64),
@@ -36,6 +48,8 @@ WRONG = [
     (DelayedScaling, "amax_history_len", 65537),
     (DelayedScaling, "amax_compute_algo", "mean"),
     (DelayedScaling, "scaling_factor_compute_algo", 3),
+    (DelayedScaling, "fp8_gemms", Unhashable()),
+    (Float8CurrentScaling, "fp8_gemms", Unhashable()),
     (DelayedScaling, "reduce_amax", False),
     (DelayedScaling, "fp8_dpa", 1),
     (DelayedScaling, "fp8_mha", True),

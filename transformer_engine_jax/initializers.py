@@ -18,7 +18,7 @@ def flat_kernel_init(init: Callable, k_axes: int, scales: Sequence[float] | None
     multiplied by its scale.
     """
 
-    init = of_arrays(init, "kernel_init")
+    init = initialiser(init, "kernel_init")
 
     def run(key, shape, dtype=jnp.float32):
         k = int(np.prod(shape[:k_axes]))
@@ -32,8 +32,18 @@ def flat_kernel_init(init: Callable, k_axes: int, scales: Sequence[float] | None
     return run
 
 
-def of_arrays(init: Callable, what: str) -> Callable:
-    """init of a parameter whose logical axes are named by its module; ValueError where it boxes what it returns."""
+def initialiser(init: Callable, what: str, boxes: bool = False) -> Callable:
+    """init of a parameter; ValueError where it is no function, or boxes what it returns and may not.
+
+    It may not where the module names the logical axes.
+    """
+    if not callable(init):
+        raise ValueError(
+            f"{what}: expected an initialiser, such as jax.nn.initializers.zeros, a function of key, shape and dtype, "
+            f"got {init!r}"
+        )
+    if boxes:
+        return init
 
     def run(*args):
         value = init(*args)

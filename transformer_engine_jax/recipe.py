@@ -57,6 +57,14 @@ def _check(recipe, field: str, ok: bool, expected: str) -> None:
         raise ValueError(f"{type(recipe).__name__}.{field}: expected {expected}, got {getattr(recipe, field)!r}")
 
 
+def _hashable(value) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
 class Recipe:
     """What the ops ask of every recipe: formats, accumulation, and whether scales come from a history."""
 
@@ -73,6 +81,8 @@ class Recipe:
         for field in dataclasses.fields(self):
             if isinstance(value := getattr(self, field.name), np.generic):  # a number of NumPy's counts as Python's
                 object.__setattr__(self, field.name, value.item())
+            if callable(value):
+                _check(self, field.name, _hashable(value), "a function with a hash (give its class a __hash__)")
         gemms = self.fp8_gemms
         _check(self, "fp8_gemms", gemms in ("auto", "all") or callable(gemms), "'auto', 'all' or a function of m, k, n")
         _check(self, "fp8_format", isinstance(self.fp8_format, Format), "a recipe.Format")
@@ -200,14 +210,24 @@ def scale_from_amax(amax: jax.Array, old_scale: jax.Array, fp8_max: float, two_t
     return jnp.where((amax > 0) & jnp.isfinite(amax), scale, old_scale)
 
 
+def _check_scalar(field: str, value) -> None:
+    if shape := jnp.shape(value):
+        raise ValueError(
+            f"DelayedScaling.{field}: expected a function that returns one number, f32[], got one that returns the "
+            f"shape {list(shape)}"
+        )
+
+
 def delayed_scale(recipe: DelayedScaling, history: jax.Array, old_scale: jax.Array, dtype) -> jax.Array:
     """The next scale f32[] from the amax history f32[H], this step's amax in slot 0."""
     fp8_max = float(jnp.finfo(dtype).max)
     algo = recipe.amax_compute_algo
     amax = algo(history) if callable(algo) else jnp.max(history) if algo == "max" else history[0]
+    _check_scalar("amax_compute_algo", amax)
     if recipe.scaling_factor_compute_algo is None:
         return scale_from_amax(amax, old_scale, fp8_max, 2.0**recipe.margin)
     scale = recipe.scaling_factor_compute_algo(amax, old_scale, jnp.float32(fp8_max), recipe)
+    _check_scalar("scaling_factor_compute_algo", scale)
     scale = jnp.asarray(scale, jnp.float32)
     usable = (amax > 0) & jnp.isfinite(amax) & (scale > 0) & jnp.isfinite(scale)
     return jnp.where(usable, jnp.clip(scale, 1 / _LARGEST_SCALE, _LARGEST_SCALE), old_scale)

@@ -1,7 +1,9 @@
 """Mistakes in NNX modules are told by name: in their fields, and in what they are called with."""
 
 import emulated
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -77,6 +79,22 @@ MISUSE = {
         lambda r: te_nnx.TransformerLayer(**{**LAYER, "hidden_dropout": 0.1}, rngs=nnx.Rngs(params=0)),
         r"dropout: rngs: expected a stream 'dropout' or a default one, .* where the dropout rate is 0.1, got params",
     ),
+    "a seed": (lambda r: te_nnx.DenseGeneral(K, 4, rngs=0), r"DenseGeneral.kernel: rngs: expected nnx.Rngs.*got 0"),
+    "a key": (lambda r: te_nnx.LayerNorm(K, rngs=jax.random.key(0)), r"LayerNorm.scale: rngs: expected nnx.Rngs"),
+    "no stream of parameters": (
+        lambda r: te_nnx.DenseGeneral(K, 4, rngs=nnx.Rngs(dropout=0)),
+        "rngs: expected .*a stream 'params' or a default one, got the streams dropout",
+    ),
+    "rate of attention": (lambda r: te_nnx.DotProductAttention(D, H, attention_dropout=None), "a rate .*, got None"),
+    "bias_init": (lambda r: te_nnx.DenseGeneral(K, 4, use_bias=True, bias_init=None, rngs=r), "an initialiser.*None"),
+    "alpha": (
+        lambda r: te_nnx.DenseGeneral(K, 4, enable_low_rank_adaptation=True, low_rank_adaptation_alpha="1", rngs=r),
+        "low_rank_adaptation_alpha: expected a number or None, .*got '1'",
+    ),
+    "embedding": (
+        lambda r: te_nnx.TransformerLayer(**LAYER, relative_embedding=te_nnx.RelativePositionBiases, rngs=r),
+        "relative_embedding: expected a module, .*got <class",
+    ),
     "inputs": (lambda r: te_nnx.TransformerLayer(**LAYER, rngs=r)(X[0]), r"inputs: expected \[B, S, 32\]"),
 }
 
@@ -86,3 +104,13 @@ def test_misuse_says_what_is_wrong(name):
     make, message = MISUSE[name]
     with pytest.raises(ValueError, match=message):
         make(nnx.Rngs(0, dropout=1))
+
+
+def test_model_and_variables_swapped():
+    with pytest.raises(TypeError, match="from_linen: expected an NNX module and then .*, got dict and DenseGeneral"):
+        te_nnx.from_linen({"params": {}}, te_nnx.DenseGeneral(K, 4, rngs=nnx.Rngs(0)))
+
+
+def test_a_layer_takes_what_arrays_are_made_of():
+    layer = te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(np.asarray(X).tolist()), layer(X))

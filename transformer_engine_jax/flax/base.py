@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
-from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive, respell
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
+from transformer_engine_jax.modules.checks import check_axes, check_common, check_low_rank, respell
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
@@ -147,7 +147,7 @@ class Fp8Module(nn.Module):
     @nn.nowrap
     def low_rank(self, x: jax.Array, k_axes: int, features: Sequence[int], dtype, prefix: str = ""):
         """x A B * (alpha / dim) -> [.., features..], the LoRA branch beside a kernel (Hu et al., 2021)."""
-        check_positive(self, "low_rank_adaptation_dim")
+        check_low_rank(self)
         dim, inputs = self.low_rank_adaptation_dim, x.shape[x.ndim - k_axes :]
         a_init = flat_kernel_init(default_kernel_init, k_axes)
         axes_a, axes_b = (
@@ -185,5 +185,5 @@ def with_axes(
 ) -> Callable:
     """init with the logical axes of a parameter, where there are any."""
     check_axes(module, name, axes, shape)
-    init = of_arrays(init, f"{type(module).__name__}.{name}") if axes else init
+    init = initialiser(init, f"{type(module).__name__}.{name}", boxes=not axes)
     return (lambda *args: LogicalAxes(init(*args), tuple(axes))) if axes else init

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, MAKES_MAIN_GRADS, STATE_COLLECTION
-from transformer_engine_jax.flax.state import shapes_of_call
+from transformer_engine_jax.flax.state import check_model, shapes_of_call
 
 
 def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     Returns:
       The buffers, named as the kernels of variables["params"]; those of other modules, such as nn.Dense, have none.
     """
+    check_model("main_grads", model, variables)
     rest = {name: value for name, value in variables.items() if name != MAIN_GRADS_COLLECTION}
     mutable = [MAIN_GRADS_COLLECTION, STATE_COLLECTION, *[name for name in rest if name != "params"]]
     token = MAKES_MAIN_GRADS.set(True)

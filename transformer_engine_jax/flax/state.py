@@ -29,7 +29,9 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
 
     Raises:
       ValueError: autocast is off, here and in the model.
+      TypeError: other arguments than a model and then its variables.
     """
+    check_model("init_state", model, variables)
     rest = {name: collection for name, collection in variables.items() if name != STATE_COLLECTION}
     needed = shapes_of_call(model, rest, args, kwargs, [STATE_COLLECTION]).get(STATE_COLLECTION, {})
     if current().recipe is None and not needed:
@@ -49,6 +51,15 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     is_state = lambda x: isinstance(x, QuantizerStates)
     state = _merged(old, jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=is_state))
     return {**rest, STATE_COLLECTION: state} if state else rest
+
+
+def check_model(op: str, model: Any, variables: Any) -> None:
+    """Raises TypeError where the first arguments of a function are not a model and its variables."""
+    if not isinstance(model, nn.Module) or not isinstance(variables, Mapping):
+        raise TypeError(
+            f"{op}: expected a Linen module and then its variables, got {type(model).__name__} and "
+            f"{type(variables).__name__}"
+        )
 
 
 def _merged(old: Any, new: Any) -> Any:

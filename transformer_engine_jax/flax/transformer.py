@@ -138,6 +138,7 @@ class TransformerLayer(Fp8Module):
             encoder_decoder_mask=encoder_decoder_mask,
             encoder_decoder_sequence_descriptor=encoder_decoder_sequence_descriptor,
         )
+        inputs = jnp.asarray(inputs)
         check_inputs(self, inputs, encoded, of_encoded)
         inputs = constrained(self, inputs)
         decoder = self.layer_type is TransformerLayerType.DECODER

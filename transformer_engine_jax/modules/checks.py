@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -83,11 +84,16 @@ def check_common(module: Any) -> None:
         raise ValueError(f"{type(module).__name__}.depth_scaling: expected a divisor or None, got 0")
 
 
+# Sizes that follow from others where they are None.
+OPTIONAL = ("num_gqa_groups", "kv_channels")
+
+
 def check_positive(module: Any, *fields: str) -> None:
-    """Raises ValueError where a field of a module is neither None nor an integer from 1 on."""
+    """Raises ValueError where a field of a module is not an integer from 1 on, nor None where that is allowed."""
     for field in fields:
         value = getattr(module, field)
-        if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
+        absent = value is None and field in OPTIONAL
+        if not absent and not (isinstance(value, int | np.integer) and value >= 1):
             raise ValueError(f"{type(module).__name__}.{field}: expected a positive integer, got {value!r}")
 
 
@@ -108,10 +114,31 @@ def check_axes(module: Any, name: str, axes: Sequence[str | None], shape: Sequen
         )
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is one real number, which may be an array."""
+    return isinstance(value, Real) or (hasattr(value, "dtype") and np.ndim(value) == 0)
+
+
+def is_rate(value: Any) -> bool:
+    """Whether a value is a dropout rate."""
+    return is_number(value) and 0.0 <= value < 1.0
+
+
 def check_rate(module: Any, field: str) -> None:
     """Raises ValueError where a field of a module is no dropout rate."""
-    if not 0.0 <= getattr(module, field) < 1.0:
-        raise ValueError(f"{type(module).__name__}.{field}: expected a rate in [0, 1), got {getattr(module, field)}")
+    if not is_rate(rate := getattr(module, field)):
+        raise ValueError(f"{type(module).__name__}.{field}: expected a rate in [0, 1), got {rate!r}")
+
+
+def check_low_rank(module: Any) -> None:
+    """Raises ValueError where a module's fields of low-rank adaptation, which is in use, are wrong."""
+    check_positive(module, "low_rank_adaptation_dim")
+    alpha = module.low_rank_adaptation_alpha
+    if not (alpha is None or is_number(alpha)):
+        raise ValueError(
+            f"{type(module).__name__}.low_rank_adaptation_alpha: expected a number or None, which scales by 1, got "
+            f"{alpha!r}"
+        )
 
 
 def check_dims(module: Any, field: str, rank: int = 3) -> None:

@@ -37,6 +37,12 @@ def check_fields(layer) -> None:
             f"TransformerLayer: hidden_size={layer.hidden_size} does not divide into {layer.num_attention_heads} "
             "heads; give their size as kv_channels"
         )
+    embedding = layer.relative_embedding
+    if embedding is not None and (isinstance(embedding, type) or not callable(embedding)):
+        raise ValueError(
+            "TransformerLayer.relative_embedding: expected a module, such as RelativePositionBiases(num_buckets=32, "
+            f"max_distance=128, num_attention_heads={layer.num_attention_heads}), or None, got {embedding!r}"
+        )
     for value, what in (
         (layer.layer_type is TransformerLayerType.DECODER, "layer_type=DECODER, whose MLP follows the cross-attention"),
         (
@@ -59,7 +65,7 @@ def check_inputs(layer, inputs, encoded, of_encoded) -> None:
         raise ValueError(f"TransformerLayer: inputs: expected [B, S, {layer.hidden_size}], got {list(inputs.shape)}")
     batch = 1 if layer.transpose_batch_sequence else 0
     if layer.layer_type is TransformerLayerType.DECODER:
-        if encoded is None or jnp.ndim(encoded) != 3 or encoded.shape[batch] != inputs.shape[batch]:
+        if encoded is None or jnp.ndim(encoded) != 3 or jnp.shape(encoded)[batch] != inputs.shape[batch]:
             raise ValueError(
                 "TransformerLayer: encoded: expected the encoder's output, of inputs' batch and of rank 3, for the "
                 f"cross-attention of layer_type=DECODER, got {None if encoded is None else list(jnp.shape(encoded))}"

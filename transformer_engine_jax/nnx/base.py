@@ -13,8 +13,8 @@ import jax
 from flax import nnx
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, of_arrays
-from transformer_engine_jax.modules.checks import check_axes, check_common, check_positive, respell
+from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
+from transformer_engine_jax.modules.checks import check_axes, check_common, check_low_rank, is_rate, respell
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.low_rank import low_rank
@@ -75,7 +75,13 @@ class Fp8Module(nnx.Module):
         check_axes(self, name, axes, shape)
         # Logical names: NNX would take them for the mesh's own at once.
         metadata = {"out_sharding": tuple(axes), "eager_sharding": False} if axes else {}
-        init = of_arrays(init, f"{type(self).__name__}.{name}") if axes else init
+        what = f"{type(self).__name__}.{name}"
+        init = initialiser(init, what, boxes=not axes)
+        if not isinstance(rngs, nnx.Rngs) or not {"params", "default"} & set(rngs):
+            got = f"the streams {', '.join(rngs) or 'none'}" if isinstance(rngs, nnx.Rngs) else repr(rngs)
+            raise ValueError(
+                f"{what}: rngs: expected nnx.Rngs(seed), or one with a stream 'params' or a default one, got {got}"
+            )
         value = init(rngs.params(), tuple(shape), dtype)
         setattr(self, name, nnx.Param(constrain(value, tuple(axes)), **metadata))
 
@@ -97,7 +103,7 @@ class Fp8Module(nnx.Module):
     def make_low_rank(self, inputs: Sequence[int], features: Sequence[int], dtype, rngs, prefix: str = "") -> None:
         """`lora_a_kernel` [inputs.., stacked.., dim] and `lora_b_kernel` [stacked.., dim, n], which starts at zero."""
         *stacked, n = features
-        check_positive(self, "low_rank_adaptation_dim")
+        check_low_rank(self)
         dim, k_axes = self.low_rank_adaptation_dim, len(inputs)
         init = flat_kernel_init(default_kernel_init, k_axes)
         axes_a, axes_b = (None,) * (k_axes + len(stacked)) + ("lora",), (None,) * len(stacked) + ("lora", None)
@@ -157,8 +163,8 @@ def array(parameter: nnx.Variable | None) -> jax.Array | None:
 
 def make_dropout(rate: float, dims: Sequence[int], name: str, rngs: nnx.Rngs | None) -> nnx.Dropout | None:
     """Dropout with a random stream of its own, the stream `name` of rngs; None where the rate is 0."""
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout: expected a rate in [0, 1), got {rate}")
+    if not is_rate(rate):
+        raise ValueError(f"dropout: expected a rate in [0, 1), got {rate!r}")
     if not rate:
         return nnx.data(None)
     if rngs is None:

@@ -163,6 +163,7 @@ class TransformerLayer(Fp8Module):
             encoder_decoder_mask=encoder_decoder_mask,
             encoder_decoder_sequence_descriptor=encoder_decoder_sequence_descriptor,
         )
+        inputs = jnp.asarray(inputs)
         check_inputs(self, inputs, encoded, of_encoded)
         inputs, common = constrained(self, inputs), dict(decode=decode, deterministic=deterministic)
         attention = self._own_attention()

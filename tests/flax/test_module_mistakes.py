@@ -1,0 +1,56 @@
+"""Mistakes in Linen modules that several of them share are told by name, and what need not be one works."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import steps
+from steps import DELAYED
+
+import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import testing
+
+(X,) = (jnp.asarray(a) for a in emulated.normal(0, (2, 4, 16)))
+LAYER = dict(hidden_size=16, mlp_hidden_size=32, num_attention_heads=2)
+LORA = dict(intermediate_dim=32, enable_low_rank_adaptation=True)
+
+
+@pytest.mark.parametrize(
+    "module, message",
+    [
+        (te_flax.TransformerLayer(**LAYER, hidden_dropout=None), r"hidden_dropout: expected a rate in .*, got None"),
+        (te_flax.TransformerLayer(**LAYER, hidden_dropout="0.1"), r"hidden_dropout: expected a rate in .*, got '0.1'"),
+        (te_flax.LayerNormMLP(intermediate_dim=None), "intermediate_dim: expected a positive integer, got None"),
+        (te_flax.LayerNormMLP(**LORA, low_rank_adaptation_dim=None), "adaptation_dim: expected a positive .*got None"),
+        (te_flax.LayerNormMLP(**LORA, low_rank_adaptation_alpha="1"), "adaptation_alpha: expected a number .*got '1'"),
+        (
+            te_flax.DenseGeneral(4, use_bias=True, bias_init=None),
+            "DenseGeneral.bias: expected an initialiser.*got None",
+        ),
+        (te_flax.DenseGeneral(4, kernel_init="normal"), "DenseGeneral.kernel: expected an initialiser.*got 'normal'"),
+        (te_flax.LayerNormMLP(32, kernel_init="normal"), "kernel_init: expected an initialiser.*got 'normal'"),
+        (
+            te_flax.TransformerLayer(**LAYER, relative_embedding=te_flax.RelativePositionBiases),
+            "relative_embedding: expected a module, such as RelativePositionBiases.*got <class",
+        ),
+    ],
+)
+def test_misuse_is_named(module, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(module.init, jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("op", [te_flax.init_state, te_flax.main_grads])
+def test_model_and_variables_swapped(op):
+    model = te_flax.LayerNormMLP(intermediate_dim=32)
+    message = f"{op.__name__}: expected a Linen module and then its variables, got dict and LayerNormMLP"
+    with steps.autocast(DELAYED), pytest.raises(TypeError, match=message):
+        op(steps.init(model, X), model, X)
+
+
+def test_a_layer_takes_what_arrays_are_made_of():
+    layer = te_flax.TransformerLayer(**LAYER)
+    variables = steps.init(layer, X)
+    run = lambda x: layer.apply(variables, x, deterministic=True)
+    testing.assert_same_bytes(run(np.asarray(X).tolist()), run(X))
