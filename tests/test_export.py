@@ -72,10 +72,20 @@ def test_explicit_state():
     testing.assert_close(read.call(X[0], state), jax.jit(step)(X[0], state), emulated.F32)
 
 
-@pytest.mark.parametrize("value", [te.AttentionState.create(DELAYED), te.GemmState.create(DELAYED).x], ids=type)
-def test_states_that_functions_take_and_return_are_stored(value):
+TYPES = [
+    te.AttentionState.create(DELAYED),
+    te.GemmState.create(DELAYED).x,
+    te.SequenceDescriptor.from_seqlens(jnp.array([3, 8])),
+    te.SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((2, 8), jnp.int32), max_segments=2),
+    te.Accumulating(jnp.ones((2, 4)), jnp.zeros((2, 4))),
+    te.Quantized(jnp.ones((2, 4)), None, jnp.float32(1)),
+]
+
+
+@pytest.mark.parametrize("value", TYPES, ids=type)
+def test_types_that_functions_take_and_return_are_stored(value):
     got = stored(lambda x: x, ["cuda" if testing.platforms() == ["gpu"] else "cpu"], value).call(value)
-    assert type(got) is type(value)
+    assert jax.tree.structure(got) == jax.tree.structure(value)
     testing.assert_same_bytes(got, value)
 
 
