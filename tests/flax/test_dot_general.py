@@ -1,5 +1,6 @@
 """make_dot_general_cls, make_einsum_cls, wrap_function_in_te_state_module: FP8 inside Flax's own layers."""
 
+import pickle
 from functools import partial
 
 import emulated
@@ -214,7 +215,18 @@ def test_one_recipe_is_one_class():
     assert te_flax.make_dot_general_cls(DELAYED) is te_flax.make_dot_general_cls(
         te.recipe.DelayedScaling(amax_history_len=4)
     )
+    assert te_flax.make_dot_general_cls() is te_flax.make_dot_general_cls(quantization_recipe=None)
     assert te_flax.make_einsum_cls(DELAYED) is not te_flax.make_einsum_cls(CURRENT)
+
+
+@pytest.mark.parametrize("make", [te_flax.make_dot_general_cls, te_flax.make_einsum_cls])
+def test_classes_and_models_that_hold_them_are_pickled(make):
+    cls = make(DELAYED, quantization_checkpoint_name="mine")
+    assert pickle.loads(pickle.dumps(cls)) is cls and type(pickle.loads(pickle.dumps(cls()))) is cls
+    model = nn.Dense(16, kernel_init=nn.initializers.ones, dot_general_cls=cls)  # the default is not pickled
+    assert pickle.loads(pickle.dumps(model)) == model
+    with pytest.raises(pickle.PicklingError):  # a class derived from it is another
+        pickle.dumps(nn.vmap(cls))
 
 
 def test_misuse():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,13 @@ from transformer_engine_jax.ops.dot_general import as_dot_general, dot_general, 
 from transformer_engine_jax.precision import dot_general_product, in_fp8
 from transformer_engine_jax.quantizers import GemmQuantizers, keep, under
 from transformer_engine_jax.recipe import Recipe
+
+
+class _Made(type(Fp8Module)):
+    """The type of the classes made here. One with `made_by`, (function, arguments), is pickled as that call."""
+
+
+copyreg.pickle(_Made, lambda cls: vars(cls).get("made_by", cls.__qualname__))
 
 
 def wrap_function_in_te_state_module(
@@ -38,7 +46,7 @@ def wrap_function_in_te_state_module(
       The class. Its instances have no parameters; each has a state of its own, so make one for each call of f.
     """
 
-    class StateModule(Fp8Module):
+    class StateModule(Fp8Module, metaclass=_Made):
         @nn.compact
         def __call__(self, *args, **kwargs):
             unused: list[Any] = []
@@ -63,6 +71,12 @@ def wrap_function_in_te_state_module(
 
 
 @functools.cache  # one class for one recipe, lest what is compiled for a module is compiled anew for its equal
+def _class_of(product: Callable, name: str, recipe: Recipe | None, checkpoint_name: str | None) -> type[nn.Module]:
+    cls = wrap_function_in_te_state_module(functools.partial(product, recipe), recipe, name, checkpoint_name)
+    cls.made_by = _class_of, (product, name, recipe, checkpoint_name)
+    return cls
+
+
 def make_dot_general_cls(
     quantization_recipe: Recipe | None = None, quantization_checkpoint_name: str | None = None
 ) -> type[nn.Module]:
@@ -75,11 +89,9 @@ def make_dot_general_cls(
     Returns:
       A class whose instances are called as jax.lax.dot_general is; each holds the state of one product.
     """
-    f = functools.partial(quantized_dot_general, quantization_recipe)
-    return wrap_function_in_te_state_module(f, quantization_recipe, "dot_general", quantization_checkpoint_name)
+    return _class_of(quantized_dot_general, "dot_general", quantization_recipe, quantization_checkpoint_name)
 
 
-@functools.cache
 def make_einsum_cls(
     quantization_recipe: Recipe | None = None, quantization_checkpoint_name: str | None = None
 ) -> type[nn.Module]:
@@ -89,8 +101,7 @@ def make_einsum_cls(
       quantization_recipe: None means that of the autocast in force.
       quantization_checkpoint_name: a name that checkpoint policies see on what is quantized.
     """
-    f = functools.partial(quantized_einsum, quantization_recipe)
-    return wrap_function_in_te_state_module(f, quantization_recipe, "einsum", quantization_checkpoint_name)
+    return _class_of(quantized_einsum, "einsum", quantization_recipe, quantization_checkpoint_name)
 
 
 def quantized_dot_general(
