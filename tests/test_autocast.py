@@ -185,7 +185,9 @@ def test_recipes_that_update_a_state_alike_update_it_once():
         with te.autocast(True, second):
             return jnp.sum(y + model.apply(variables, X))
 
-    for second, uses in ((alike, 1), (other, 2)):
+    of_its_own = lambda amax, scale, fp8_max, recipe: fp8_max / amax / 2**recipe.amax_history_len
+    function = recipe.DelayedScaling(scaling_factor_compute_algo=of_its_own)
+    for second, uses in ((alike, 1), (other, 2), (function, 2)):
         state = jax.grad(loss)(variables, second)[STATE_COLLECTION]["gemm_state"].x
         assert state.uses == uses and state.amax_history[1] <= uses * 1.25 * np.abs(X).max()
 

@@ -91,7 +91,7 @@ def autocast(
     *,
     calibrating: bool = False,
     amax_axes: str | Sequence[str] | None = None,
-) -> contextlib.ContextDecorator:
+) -> _Opening:
     """Computes the GEMMs of this library's modules in FP8 while it is open: a context, which may be opened again.
 
     It is that of the thread that opens it, as JAX's own contexts are.
@@ -132,12 +132,12 @@ def fp8_autocast(
     *,
     calibrating: bool = False,
     amax_axes: str | Sequence[str] | None = None,
-) -> contextlib.ContextDecorator:
+) -> _Opening:
     """`autocast` under the name and with the argument names of NVIDIA's extension."""
     return autocast(enabled, fp8_recipe, mesh_resource, calibrating=calibrating, amax_axes=amax_axes)
 
 
-def global_shard_guard(resource: MeshResource) -> contextlib.ContextDecorator:
+def global_shard_guard(resource: MeshResource) -> _Opening:
     """Sets how the mesh axes are used, leaving recipe and mode alone; TypeError where that is no MeshResource."""
     if not isinstance(resource, MeshResource):
         raise TypeError(f"global_shard_guard: expected a MeshResource, got {resource!r}")

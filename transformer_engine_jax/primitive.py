@@ -314,7 +314,9 @@ def _no_second_derivative(primals, tangents, *, call: Call):
     raise NotImplementedError(
         f"{call.kernel.name}: expected to be differentiated inside an op, once and in reverse mode (jax.grad, "
         "jax.vjp): a kernel of transformer_engine_jax has no derivative of its own, and ops have neither tangents nor "
-        "second derivatives. te.quantize and te.dequantize have no derivative: train with te.dense or te.dot_general"
+        "second derivatives"
+        + f"; te.{call.kernel.name} has none, train with te.dense"
+        * (call.kernel.name in ("quantize", "dequantize"))
     )
 
 

@@ -38,7 +38,8 @@ class QuantizerSpec(NamedTuple):
     def rule(self) -> tuple:
         """All that the next state depends on."""
         recipe = self.recipe
-        return recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, self.dtype
+        given = recipe if recipe.scaling_factor_compute_algo else None  # to that function
+        return recipe.margin, recipe.amax_compute_algo, given, self.dtype
 
 
 @jax.tree_util.register_dataclass

@@ -24,6 +24,7 @@ LORA = dict(intermediate_dim=32, enable_low_rank_adaptation=True)
         (te_flax.LayerNormMLP(intermediate_dim=None), "intermediate_dim: expected a positive integer, got None"),
         (te_flax.LayerNormMLP(**LORA, low_rank_adaptation_dim=None), "adaptation_dim: expected a positive .*got None"),
         (te_flax.LayerNormMLP(**LORA, low_rank_adaptation_alpha="1"), "adaptation_alpha: expected a number .*got '1'"),
+        (te_flax.LayerNormMLP(**LORA, low_rank_adaptation_alpha=np.str_("1")), "adaptation_alpha: expected a number"),
         (
             te_flax.DenseGeneral(4, use_bias=True, bias_init=None),
             "DenseGeneral.bias: expected an initialiser.*got None",
@@ -47,6 +48,13 @@ def test_model_and_variables_swapped(op):
     message = f"{op.__name__}: expected a Linen module and then its variables, got dict and LayerNormMLP"
     with steps.autocast(DELAYED), pytest.raises(TypeError, match=message):
         op(steps.init(model, X), model, X)
+
+
+def test_no_promise_of_segments_may_be_none():
+    attention, x = te_flax.DotProductAttention(8, 2, max_segments_per_seq=None), X.reshape(2, 4, 2, 8)
+    sequences = te_flax.SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((2, 4), jnp.int32))
+    expected = te_flax.DotProductAttention(8, 2).apply({}, x, x, x, sequences)
+    testing.assert_same_bytes(attention.apply({}, x, x, x, sequences), expected)
 
 
 def test_a_layer_takes_what_arrays_are_made_of():

@@ -111,6 +111,12 @@ def test_model_and_variables_swapped():
         te_nnx.from_linen({"params": {}}, te_nnx.DenseGeneral(K, 4, rngs=nnx.Rngs(0)))
 
 
+def test_variables_go_into_a_dictionary_of_modules_too():
+    model, kernel = {"a": te_nnx.DenseGeneral(K, 4, use_bias=False, rngs=nnx.Rngs(0))}, jnp.ones((K, 4))
+    te_nnx.from_linen(model, {"params": {"a": {"kernel": kernel}}})
+    np.testing.assert_array_equal(te_nnx.to_linen(model)["params"]["a"]["kernel"], kernel)
+
+
 def test_a_layer_takes_what_arrays_are_made_of():
     layer = te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(layer(np.asarray(X).tolist()), layer(X))

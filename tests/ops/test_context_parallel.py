@@ -105,14 +105,17 @@ def test_one_example_and_one_group_over_explicit_axes_of_one_device(strategy):
 
 
 @STRATEGIES
-def test_in_16_bits(strategy):
+@pytest.mark.parametrize("case", ["all", "bias", "bias of keys, bottom right", "learnable"])
+def test_in_16_bits(case, strategy):
     """Gradients too, of which XLA for CPUs can't sum all over some axes of a mesh: such a sum would end the process."""
-    qkv, dy = [jnp.asarray(x, jnp.bfloat16) for x in QKV], jnp.asarray(DY, jnp.bfloat16)
-    expected = step(Attention(0.3), None, tuple(qkv), dy, {})
+    narrow = lambda x: jnp.asarray(x, jnp.bfloat16)
+    options, arguments = Attention(0.3, **CASES[case][0]), jax.tree.map(narrow, CASES[case][1])
+    qkv, dy = [narrow(x) for x in QKV], narrow(DY)
+    expected = step(options, None, tuple(qkv), dy, arguments)
     mesh = testing.mesh_of((2, 4), ("data", "cp"))
     *qkv, dy = testing.shard(mesh, [*qkv, dy], [P("data", "cp")] * 4)
     with testing.on_mesh(mesh):
-        got = step(Attention(0.3), ContextParallel("cp", strategy), tuple(qkv), dy, {})
+        got = step(options, ContextParallel("cp", strategy), tuple(qkv), dy, arguments)
     assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.bfloat16)}
     testing.assert_close(got, expected, 2 * testing.epsilon(jnp.bfloat16))
 

@@ -53,7 +53,7 @@ class DotProductAttention(Fp8Module):
     scale_factor: float | None = None
     transpose_batch_sequence: bool = False
     window_size: tuple[int, int] | None = None
-    max_segments_per_seq: int = 1
+    max_segments_per_seq: int | None = 1
     context_parallel_causal_load_balanced: bool = False
     context_parallel_axis: str = ""
     context_parallel_strategy: str = "DEFAULT"
@@ -98,7 +98,7 @@ class DotProductAttention(Fp8Module):
         if cache_index is None:
             check_broadcast("mask", mask, query, key)  # also one that the mask type ignores
             sequences = sequence_descriptor if padded else None
-            if sequences is not None and self.max_segments_per_seq > 1:
+            if sequences is not None and (self.max_segments_per_seq or 1) > 1:
                 sequences = sequences.of_at_most(self.max_segments_per_seq)
             where = dict(sequence_descriptor=sequences, context_parallel=context_parallel(self))
             attend = partial(dot_product_attention, options=options, quantizers=quantizers, **where)

@@ -55,7 +55,7 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
 
 def check_model(op: str, model: Any, variables: Any) -> None:
     """Raises TypeError where the first arguments of a function are not a model and its variables."""
-    if not isinstance(model, nn.Module) or not isinstance(variables, Mapping):
+    if isinstance(variables, nn.Module) or not isinstance(variables, Mapping):
         raise TypeError(
             f"{op}: expected a Linen module and then its variables, got {type(model).__name__} and "
             f"{type(variables).__name__}"

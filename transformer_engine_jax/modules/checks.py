@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES
@@ -85,7 +85,7 @@ def check_common(module: Any) -> None:
 
 
 # Sizes that follow from others where they are None.
-OPTIONAL = ("num_gqa_groups", "kv_channels")
+OPTIONAL = ("num_gqa_groups", "kv_channels", "max_segments_per_seq")
 
 
 def check_positive(module: Any, *fields: str) -> None:
@@ -115,8 +115,11 @@ def check_axes(module: Any, name: str, axes: Sequence[str | None], shape: Sequen
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one real number, which may be an array."""
-    return isinstance(value, Real) or (hasattr(value, "dtype") and np.ndim(value) == 0)
+    """Whether a value is one real number, which may be an array's only one."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, int | float)
+    return np.size(value) == 1 and (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
 
 
 def is_rate(value: Any) -> bool:

@@ -77,7 +77,7 @@ class Fp8Module(nnx.Module):
         metadata = {"out_sharding": tuple(axes), "eager_sharding": False} if axes else {}
         what = f"{type(self).__name__}.{name}"
         init = initialiser(init, what, boxes=not axes)
-        if not isinstance(rngs, nnx.Rngs) or not {"params", "default"} & set(rngs):
+        if not callable(getattr(rngs, "params", None)):
             got = f"the streams {', '.join(rngs) or 'none'}" if isinstance(rngs, nnx.Rngs) else repr(rngs)
             raise ValueError(
                 f"{what}: rngs: expected nnx.Rngs(seed), or one with a stream 'params' or a default one, got {got}"

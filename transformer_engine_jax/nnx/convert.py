@@ -45,7 +45,7 @@ def from_linen(model: nnx.Module, variables: Mapping[str, Any]) -> None:
       ValueError: a name, a shape or a dtype differs.
       TypeError: other arguments than a model and then variables.
     """
-    if not isinstance(model, nnx.Module) or not isinstance(variables, Mapping):
+    if isinstance(variables, nnx.Module) or not isinstance(variables, Mapping):
         raise TypeError(
             "from_linen: expected an NNX module and then the variables of its Linen twin, got "
             f"{type(model).__name__} and {type(variables).__name__}"

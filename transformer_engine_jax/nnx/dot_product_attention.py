@@ -37,7 +37,7 @@ class DotProductAttention(Fp8Module):
     scale_factor: float | None = None
     transpose_batch_sequence: bool = False
     window_size: tuple[int, int] | None = None
-    max_segments_per_seq: int = 1
+    max_segments_per_seq: int | None = 1
     context_parallel_causal_load_balanced: bool = False
     context_parallel_axis: str = ""
     context_parallel_strategy: str = "DEFAULT"

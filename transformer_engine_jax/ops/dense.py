@@ -361,6 +361,7 @@ def _dense(
         fields = dict(y_dtype=dtype if dtype in FLOATS else np.dtype(np.float32), residual=residual is not None)
         fields |= dict(adds=adds, x_axes=x_axes, gathers_dy=gathers_dy, kernel_axes=kernel_axes)
         static = Dense.of(x, kernel, bias, k_axes, **fields)
+        residual = None if residual is None else residual.astype(static.y_dtype)
         return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual).astype(dtype)
     if by_kernels and quantizers is None and dtype == x.dtype and computes(x, kernel):
         static = Dense.of(x, kernel, bias, k_axes, residual=residual is not None, adds=adds)

@@ -133,12 +133,18 @@ def context_parallel_attention(
     of_keys = sharded if ring else whole
     of_rows = lambda x: P(None, None, parallel.axis) if x is not None and x.shape[2] > 1 else whole
     like = lambda tree, spec: jax.tree.map(lambda _: spec, tree)
+    of_others = {name: of_rows(x) if name in ("mask", "bias") else whole for name, x in others.items()}
+
+    def summed(x, spec):
+        """x, in f32 where its gradient is a sum over the devices: in bf16 XLA (of jaxlib 0.12) aborts on CPUs."""
+        return x.astype(jnp.float32) if spec is whole and x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
+
     dtypes = key.dtype, value.dtype
-    if not ring:  # their gradients are summed over the devices in f32: on CPUs XLA (of jaxlib 0.12) aborts in bf16
-        key, value = (x.astype(jnp.float32) for x in (key, value))
+    key, value = (summed(x, of_keys) for x in (key, value))
+    others = {name: summed(x, of_others[name]) for name, x in others.items()}
     operands = (query, key, value, queries, keys, others)
     specs = (sharded, of_keys, of_keys, like(queries, sharded), like(keys, whole))
-    specs += ({name: like(x, of_rows(x) if name in ("mask", "bias") else whole) for name, x in others.items()},)
+    specs += ({name: like(x, of_others[name]) for name, x in others.items()},)
     local, static = (_ring, size) if ring else (_of_all_keys, dtypes)
     return on_axes({parallel.axis}, local, (parallel.axis, static, options), operands, specs, sharded)
 

@@ -126,7 +126,8 @@ def dot_product_attention(
         else:
             at = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys)
             out = cudnn_attention(options, query, key, value, quantizers=attached, **at, **others)
-        if not packed and sequence_descriptor is not None and sequence_descriptor.max_segments is not None:
+        promised = sequence_descriptor is not None and sequence_descriptor.max_segments is not None
+        if promised and not packed and context_parallel is None:  # there, nothing is made of the promise
             kept = runs(sequence_descriptor).kept[:, None, None, None]
             out = jnp.where(kept, out, jnp.nan)
         return keep(sharded_over(out, own, explicit), unused)
