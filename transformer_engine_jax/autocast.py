@@ -70,7 +70,7 @@ def current() -> Autocast:
 
 
 class _Opening(contextlib.ContextDecorator):
-    """Has what `value` gives of the context around in force while it is open: again and again, and within itself."""
+    """Has `value` of the context around it in force while it is open; may be opened again, and inside of itself."""
 
     def __init__(self, value: Callable[[Autocast], Autocast]):
         self._value, self._of_thread = value, threading.local()

@@ -311,12 +311,12 @@ def _one_by_one(call: Call, front: Sequence[jax.Array], fixed: Sequence[bool]) -
 
 
 def _no_second_derivative(primals, tangents, *, call: Call):
+    name = call.kernel.name
+    instead = f"; te.{name} has none, train with te.dense" if name in ("quantize", "dequantize") else ""
     raise NotImplementedError(
-        f"{call.kernel.name}: expected to be differentiated inside an op, once and in reverse mode (jax.grad, "
+        f"{name}: expected to be differentiated inside an op, once and in reverse mode (jax.grad, "
         "jax.vjp): a kernel of transformer_engine_jax has no derivative of its own, and ops have neither tangents nor "
-        "second derivatives"
-        + f"; te.{call.kernel.name} has none, train with te.dense"
-        * (call.kernel.name in ("quantize", "dequantize"))
+        f"second derivatives{instead}"
     )
 
 
