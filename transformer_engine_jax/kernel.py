@@ -37,33 +37,58 @@ use_references = jax.make_user_context(False)
 
 
 class Kernel:
-    """A declared kernel: called like its reference, it runs the platform's FFI handler ``te_<name>``."""
+    """A declared kernel: called like its reference, it runs the platform's FFI handler ``te_<name>``.
+
+    Args:
+      rule: the axes of operands and results, see the module's docstring.
+      whole: letters of axes that must not be sharded; or a function of the attributes that says so.
+      reduce: result name -> "max", "sum" or "same" (on every shard), how shards of a result that lost a sharded axis
+        are combined; or (another result, a function): that is asked for in its place, combined, and made into it.
+      once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
+      parts: operand -> the attribute it is multiplied by: likewise, but each of n shards counts 1 / n of it.
+      by_shard: seed -> buffer. A seed is an operand, a vector of integers; each shard adds its number to the first, so
+        that shards draw different bits. The sharding of that buffer decides how the call is split: it is a result of
+        the forward pass and an operand of the backward pass, so that both draw the same.
+      platforms: where there is a handler; elsewhere the reference is compiled.
+      workspace: bytes of scratch memory the CUDA handler takes as its last result, from the operands
+        (objects with shape and dtype, or None) and the attributes.
+      note: what `explain` says of a call on CUDA, from the same; "" where there is nothing to say.
+      aliases: operand -> the result that takes its buffer, where the attribute `in_place` asks for it and they are of
+        one shape and dtype. Handlers then read each element before they write it.
+      prepared: the CUDA handler has work to do once for calls like this one, before the first: when the program is
+        compiled it is told their dtypes and shapes by the attribute `buffers`.
+      layouts: operand -> its axes from major to minor, where the CUDA handler reads them in another order than the
+        last fastest; from the operands and the attributes, as for `workspace`.
+      optional: results that an attribute of their name asks for, and that a call does without where nobody uses them.
+      units: letter -> what the size of a shard of this axis must be a multiple of.
+    """
 
     def __init__(
         self,
         reference: Callable,
         rule: str,
-        whole,
-        reduce,
-        once,
-        parts,
-        by_shard,
-        platforms,
-        workspace,
-        note,
-        aliases,
-        prepared,
-        layouts,
-        optional,
-        units,
+        *,
+        whole: str | Callable[[dict], str] = "",
+        reduce: Mapping[str, str | tuple[str, Callable]] | None = None,
+        once: Sequence[str] = (),
+        parts: Mapping[str, str] | None = None,
+        by_shard: Mapping[str, str] | None = None,
+        platforms: Sequence[str] = ("cpu", "cuda"),
+        workspace: Callable[..., int] | None = None,
+        note: Callable[..., str] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        prepared: bool = False,
+        layouts: Callable[..., Mapping[str, Sequence[int]]] | None = None,
+        optional: Sequence[str] = (),
+        units: Mapping[str, int] | None = None,
     ):
         functools.update_wrapper(self, reference)
         self.reference, self.rule, self.name = reference, rule, reference.__name__
         self.operands, self.results = parse(rule)
-        self._whole, self.reduce, self.once, self.workspace = whole, dict(reduce), frozenset(once), workspace
-        self.parts, self.by_shard, self.platforms, self.note = dict(parts), dict(by_shard), frozenset(platforms), note
-        self.aliases, self.prepared, self.layouts, self.optional = dict(aliases), prepared, layouts, frozenset(optional)
-        self.units = dict(units)
+        self._whole, self.workspace, self.note, self.prepared, self.layouts = whole, workspace, note, prepared, layouts
+        self.once, self.platforms, self.optional = map(frozenset, (once, platforms, optional))
+        mappings = (reduce, parts, by_shard, aliases, units)
+        self.reduce, self.parts, self.by_shard, self.aliases, self.units = (dict(m or {}) for m in mappings)
         parameters = inspect.signature(reference).parameters.values()
         operands = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
         self.operand_names = [p.name for p in operands]
@@ -122,52 +147,9 @@ class Kernel:
         return f"<kernel {self.name}: {self.rule}>"
 
 
-def kernel(
-    rule: str,
-    *,
-    whole: str | Callable[[dict], str] = "",
-    reduce: Mapping[str, str | tuple[str, Callable]] | None = None,
-    once: Sequence[str] = (),
-    parts: Mapping[str, str] | None = None,
-    by_shard: Mapping[str, str] | None = None,
-    platforms: Sequence[str] = ("cpu", "cuda"),
-    workspace: Callable[..., int] | None = None,
-    note: Callable[..., str] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    prepared: bool = False,
-    layouts: Callable[..., Mapping[str, Sequence[int]]] | None = None,
-    optional: Sequence[str] = (),
-    units: Mapping[str, int] | None = None,
-) -> Callable[[Callable], Kernel]:
-    """Declares a kernel by its reference.
-
-    Args:
-      rule: the axes of operands and results, see the module's docstring.
-      whole: letters of axes that must not be sharded; or a function of the attributes that says so.
-      reduce: result name -> "max", "sum" or "same" (on every shard), how shards of a result that lost a sharded axis
-        are combined; or (another result, a function): that is asked for in its place, combined, and made into it.
-      once: operands that a sum over shards must count once (a bias); all but one shard see zeros.
-      parts: operand -> the attribute it is multiplied by: likewise, but each of n shards counts 1 / n of it.
-      by_shard: seed -> buffer. A seed is an operand, a vector of integers; each shard adds its number to the first, so
-        that shards draw different bits. The sharding of that buffer decides how the call is split: it is a result of
-        the forward pass and an operand of the backward pass, so that both draw the same.
-      platforms: where there is a handler; elsewhere the reference is compiled.
-      workspace: bytes of scratch memory the CUDA handler takes as its last result, from the operands
-        (objects with shape and dtype, or None) and the attributes.
-      note: what `explain` says of a call on CUDA, from the same; "" where there is nothing to say.
-      aliases: operand -> the result that takes its buffer, where the attribute `in_place` asks for it and they are of
-        one shape and dtype. Handlers then read each element before they write it.
-      prepared: the CUDA handler has work to do once for calls like this one, before the first: when the program is
-        compiled it is told their dtypes and shapes by the attribute `buffers`.
-      layouts: operand -> its axes from major to minor, where the CUDA handler reads them in another order than the
-        last fastest; from the operands and the attributes, as for `workspace`.
-      optional: results that an attribute of their name asks for, and that a call does without where nobody uses them.
-      units: letter -> what the size of a shard of this axis must be a multiple of.
-    """
-    return lambda reference: Kernel(
-        reference, rule, whole, reduce or {}, once, parts or {}, by_shard or {}, platforms, workspace, note,
-        aliases or {}, prepared, layouts, optional, units or {},
-    )  # fmt: skip
+def kernel(rule: str, **options) -> Callable[[Callable], Kernel]:
+    """Declares a kernel by its reference; the options are those of `Kernel`."""
+    return lambda reference: Kernel(reference, rule, **options)
 
 
 class Call(NamedTuple):
