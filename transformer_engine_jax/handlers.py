@@ -31,13 +31,9 @@ def _check_version(module: str, built: tuple[int, int]) -> None:
         )
 
 
-_cuda_import_error: str | None = None
-
-
-def _register_handlers() -> dict[str, dict[str, Any]]:
-    """Registers every handler of the compiled modules with XLA and returns them by platform and target."""
-    global _cuda_import_error
-    found = {}
+def _register_handlers() -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Registers the compiled modules' handlers with XLA: (those, by platform and target; why CUDA's are not there)."""
+    found, cuda_import_error = {}, None
     for platform, module in (("cpu", "_cpu"), ("CUDA", "_cuda")):
         try:
             extension = importlib.import_module(f"transformer_engine_jax.{module}")
@@ -45,17 +41,17 @@ def _register_handlers() -> dict[str, dict[str, Any]]:
             if platform == "cpu":
                 reason = name_conflict() or f"{_BUILD_HINT} ({error})"
                 raise ImportError(f"transformer_engine_jax._cpu cannot be imported: {reason}") from error
-            _cuda_import_error = str(error)
+            cuda_import_error = str(error)
             continue
         _check_version(module, tuple(extension.ffi_version))
         found[platform] = extension.registrations()
         for target, stages in found[platform].items():
             handler = stages["execute"] if set(stages) == {"execute"} else stages
             jax.ffi.register_ffi_target(target, handler, platform=platform)
-    return found
+    return found, cuda_import_error
 
 
-HANDLERS = _register_handlers()
+HANDLERS, CUDA_IMPORT_ERROR = _register_handlers()
 
 
 def gemm_algorithm(buffers: list[int], k_axes: int, split_accumulator: bool, k_first: str) -> str:
@@ -64,8 +60,3 @@ def gemm_algorithm(buffers: list[int], k_axes: int, split_accumulator: bool, k_f
         return ""
     cuda = importlib.import_module("transformer_engine_jax._cuda")
     return cuda.gemm_algorithm(buffers, k_axes, split_accumulator, k_first)
-
-
-def cuda_import_error() -> str | None:
-    """Why the CUDA module is not among HANDLERS, None where it is."""
-    return _cuda_import_error

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformer_engine_jax import partition
 from transformer_engine_jax.alignment import align, explicit_meshes
 from transformer_engine_jax.decisions import compute_capabilities
-from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
+from transformer_engine_jax.handlers import CUDA_IMPORT_ERROR, HANDLERS
 from transformer_engine_jax.rules import is_group
 from transformer_engine_jax.sharding import sharded_over
 
@@ -113,7 +113,7 @@ def _check_cuda_handlers(call: Call) -> None:
         raise RuntimeError(
             f"{call.kernel.name}: JAX runs on a GPU but transformer_engine_jax was built without its CUDA module. "
             "Rebuild with `pip install . --config-settings=cmake.define.TE_CUDA=ON` where nvcc is on PATH "
-            f"({cuda_import_error()}); "
+            f"({CUDA_IMPORT_ERROR}); "
             "or run on the CPU with JAX_PLATFORMS=cpu."
         )
     if jax.default_backend() == "gpu" and (old := [c for c in compute_capabilities() if c < OLDEST_GPU]):

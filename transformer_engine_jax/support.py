@@ -9,7 +9,7 @@ import jax
 
 from transformer_engine_jax.decisions import compute_capabilities
 from transformer_engine_jax.distribution import name_conflict
-from transformer_engine_jax.handlers import HANDLERS, cuda_import_error
+from transformer_engine_jax.handlers import CUDA_IMPORT_ERROR, HANDLERS
 from transformer_engine_jax.ops.attention.flash import missing
 
 
@@ -28,7 +28,7 @@ def is_fp8_available() -> tuple[bool, str]:
     if capability < 8.9:
         return False, f"compute capability {capability}: FP8 tensor cores need 8.9 (Ada) or newer"
     if "CUDA" not in HANDLERS:
-        return False, f"built without the CUDA module: {cuda_import_error()}"
+        return False, f"built without the CUDA module: {CUDA_IMPORT_ERROR}"
     return True, ""
 
 
@@ -71,7 +71,7 @@ def report() -> str:
 
         rows.append(("CUDA module", _cuda.versions()))
     else:
-        rows.append(("CUDA module", f"not built ({cuda_import_error()})"))
+        rows.append(("CUDA module", f"not built ({CUDA_IMPORT_ERROR})"))
     without = missing()
     rows.append(("attention dropout", f"plain JAX: {without}" if without else "by cuDNN"))
     rows.append(("attention in FP8", f"not on GPUs: {without}" if without else "by cuDNN, from Hopper on"))
