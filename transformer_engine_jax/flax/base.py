@@ -119,30 +119,20 @@ class Fp8Module(nn.Module):
         )
 
     @nn.nowrap
-    def make_norm_params(
-        self, features: int, kind: str, scale_init, scale_axes, bias_init, bias_axes, zero_centered: bool, dtype
-    ):
+    def make_norm_params(self, features: int, bias_init: Callable, bias_axes: Sequence[str | None], dtype):
         """(scale, ln_bias) of a norm over `features`; ln_bias is None for "rmsnorm"."""
-        scale_init = scale_init or (nn.initializers.zeros if zero_centered else nn.initializers.ones)
-        scale = self.make_param("scale", scale_init, scale_axes, (features,), dtype)
-        bias = None if kind == "rmsnorm" else self.make_param("ln_bias", bias_init, bias_axes, (features,), dtype)
-        return scale, bias
+        scale_init = self.scale_init or (nn.initializers.zeros if self.zero_centered_gamma else nn.initializers.ones)
+        scale = self.make_param("scale", scale_init, self.scale_axes, (features,), dtype)
+        if self.layernorm_type == "rmsnorm":
+            return scale, None
+        return scale, self.make_param("ln_bias", bias_init, bias_axes, (features,), dtype)
 
     @nn.nowrap
     def make_norm(self, features: int, dtype):
-        """make_norm_params by the fields of a module with a norm in it; (None, None) without enable_layernorm."""
+        """make_norm_params of a module with a norm in it; (None, None) without enable_layernorm."""
         if not self.enable_layernorm:
             return None, None
-        return self.make_norm_params(
-            features,
-            self.layernorm_type,
-            self.scale_init,
-            self.scale_axes,
-            self.ln_bias_init,
-            self.ln_bias_axes,
-            self.zero_centered_gamma,
-            dtype,
-        )
+        return self.make_norm_params(features, self.ln_bias_init, self.ln_bias_axes, dtype)
 
     @nn.nowrap
     def low_rank(self, x: jax.Array, k_axes: int, features: Sequence[int], dtype, prefix: str = ""):

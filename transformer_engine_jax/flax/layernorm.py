@@ -35,16 +35,7 @@ class LayerNorm(Fp8Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """x[.., K] (f32, f16, bf16) -> [.., K] in its dtype."""
-        gamma, beta = self.make_norm_params(
-            last_size(self, x),
-            self.layernorm_type,
-            self.scale_init,
-            self.scale_axes,
-            self.bias_init,
-            self.bias_axes,
-            self.zero_centered_gamma,
-            self.dtype,
-        )
+        gamma, beta = self.make_norm_params(last_size(self, x), self.bias_init, self.bias_axes, self.dtype)
         return norm(Norm(self.epsilon, self.zero_centered_gamma), x, gamma, beta)
 
 
