@@ -138,17 +138,12 @@ class Fp8Module(nn.Module):
     def low_rank(self, x: jax.Array, k_axes: int, features: Sequence[int], dtype, prefix: str = ""):
         """x A B * (alpha / dim) -> [.., features..], the LoRA branch beside a kernel (Hu et al., 2021)."""
         check_low_rank(self)
+        *stacked, n = features
         dim, inputs = self.low_rank_adaptation_dim, x.shape[x.ndim - k_axes :]
-        a_init = flat_kernel_init(default_kernel_init, k_axes)
-        axes_a, axes_b = (
-            (None,) * (k_axes + len(features) - 1) + ("lora",),
-            (None,) * (len(features) - 1) + ("lora", None),
-        )
-        stacked = tuple(features[:-1])
-        a = self.make_param(f"{prefix}lora_a_kernel", a_init, axes_a, (*inputs, *stacked, dim), dtype)
-        b = self.make_param(
-            f"{prefix}lora_b_kernel", nn.initializers.zeros, axes_b, (*stacked, dim, features[-1]), dtype
-        )
+        init = flat_kernel_init(default_kernel_init, k_axes)
+        axes_a, axes_b = (None,) * (k_axes + len(stacked)) + ("lora",), (None,) * len(stacked) + ("lora", None)
+        a = self.make_param(f"{prefix}lora_a_kernel", init, axes_a, (*inputs, *stacked, dim), dtype)
+        b = self.make_param(f"{prefix}lora_b_kernel", nn.initializers.zeros, axes_b, (*stacked, dim, n), dtype)
         return low_rank(x, a, b, k_axes=k_axes, alpha=self.low_rank_adaptation_alpha)
 
 
