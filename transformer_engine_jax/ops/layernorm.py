@@ -247,8 +247,13 @@ def statistics(out: LayerNormFwd | RmsNormFwd) -> tuple[jax.Array | None, jax.Ar
     return getattr(out, "mean", None), out.rstd
 
 
-def norm_backward(static: Norm, saved: NormSaved, dy, residual=None):
-    """Gradients of x, gamma and beta (None for RMSNorm) in their dtypes; residual: what reaches x past the norm."""
+def norm_backward(static: Norm | None, saved: NormSaved | None, dy, residual=None):
+    """Gradients of x, gamma and beta (None for RMSNorm) in their dtypes; residual: what reaches x past the norm.
+
+    Where there is no norm, static and saved are None, and dy is that of x.
+    """
+    if saved is None:
+        return dy if residual is None else dy + residual, None, None
     x, gamma, beta, mean, rstd = saved
     if beta is None:
         out = rmsnorm_bwd(dy, x, gamma, rstd, residual, zero_centered_gamma=static.zero_centered_gamma)

@@ -17,6 +17,7 @@ from transformer_engine_jax.ops.dense import (
     dense_forward,
     gathered_input,
     quantize_gradient,
+    quantize_input,
 )
 from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers
 from transformer_engine_jax.ops.layernorm import (
@@ -45,7 +46,7 @@ def check_norm(op: str, static: Norm, x, gamma, beta) -> Norm:
 class Normed(NamedTuple):
     """What the backward needs of a norm that writes FP8."""
 
-    of_norm: NormSaved
+    of_norm: NormSaved | None  # None where there is no norm
     scale: jax.Array | None  # the operand of the cast, where that is made again for the transposed copy
 
 
@@ -59,12 +60,14 @@ def transposes_later(static: Norm | None, kernel, gathers_x: bool, quantizer: Qu
     return static is not None and kernel.dtype.itemsize == 2 and not gathers_x and unnamed
 
 
-def norm_forward(static: Norm, product: Dense, x, gamma, beta, quantizer: Quantizer) -> tuple[Cast, Normed]:
-    """The norm of x[.., K], quantized as the product reads and keeps it, and what its backward needs.
+def norm_forward(static: Norm | None, product: Dense, x, gamma, beta, quantizer: Quantizer) -> tuple[Cast, Normed]:
+    """(x[.., K], normed where there is a norm, quantized as the product reads and keeps it; what the backward needs).
 
     A recipe that needs its amax first takes that and the statistics of rows in a pass of its own, and computes the norm
     again: that moves fewer bytes than to store it in between.
     """
+    if static is None:
+        return quantize_input(product, x, quantizer), Normed(None, None)
     run = functools.partial(norm_kernel, static, x, gamma, beta)
     measured = None if quantizer.spec.recipe.stateful else run(None, y=False, amax=True)
     casting = Casting.of(quantizer, lambda: measured.amax)
@@ -76,7 +79,7 @@ def norm_forward(static: Norm, product: Dense, x, gamma, beta, quantizer: Quanti
 
 
 def transposed_now(
-    static: Norm | None, product: Dense, normed: Normed | None, quantizer: Quantizer, cast_dy: Cast
+    static: Norm | None, product: Dense, normed: Normed, quantizer: Quantizer, cast_dy: Cast
 ) -> QuantizedTensor | None:
     """The transposed copy [K, ..] of the norm's result where it was left for now, else None.
 

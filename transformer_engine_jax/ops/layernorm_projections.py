@@ -25,7 +25,6 @@ from transformer_engine_jax.ops.dense import (
     kept,
     placed,
     quantize_gradient,
-    quantize_input,
     quantize_kernel,
     save,
 )
@@ -66,11 +65,8 @@ def _product(
 
 
 def _forward(static: _Static, x, gamma, beta, quantizers: tuple[GemmQuantizers, ...], *parameters):
-    (first, *_), quantizer, normed = static.products, quantizers[0].x, None
-    if static.norm is None:
-        cast_x = quantize_input(first, x, quantizer)
-    else:
-        cast_x, normed = norm_forward(static.norm, first, x, gamma, beta, quantizer)
+    first = static.products[0]
+    cast_x, normed = norm_forward(static.norm, first, x, gamma, beta, quantizers[0].x)
     of_x = placed(cast_x.q, first.x_axes), kept(first, cast_x), cast_x.amax
     results, saved = [], []
     for i, (product, of_product) in enumerate(zip(static.products, quantizers)):
@@ -97,12 +93,7 @@ def _backward(static: _Static, residuals: tuple, cotangents):
         dx, of_product, report = dense_backward(product, of_ys, cast_dy, dx, x_t=x_t, more=i < len(saved))
         parameters += of_product
         reports.append(report)
-    dx = constrain(dx, static.x_axes)
-    dgamma = dbeta = None
-    if static.norm is not None:
-        dx, dgamma, dbeta = norm_backward(static.norm, normed.of_norm, dx, past)
-    elif past is not None:
-        dx = dx + past
+    dx, dgamma, dbeta = norm_backward(static.norm, normed.of_norm, constrain(dx, static.x_axes), past)
     return dx, dgamma, dbeta, tuple(reports), *parameters
 
 
