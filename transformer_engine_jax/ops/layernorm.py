@@ -162,10 +162,6 @@ class Norm(NamedTuple):
     epsilon: float = 1e-6
     zero_centered_gamma: bool = False
 
-    def checked(self, op: str) -> Norm:
-        """Itself, as the kernels take it; ValueError for an epsilon that no norm has."""
-        return Norm(check_epsilon(f"{op}: epsilon", self.epsilon), bool(self.zero_centered_gamma))
-
 
 def check_epsilon(name: str, epsilon) -> float:
     if not (isinstance(epsilon, numbers.Real | jax.Array) and epsilon >= 0):
@@ -185,9 +181,8 @@ def norm_and_input(static: Norm | None, x, gamma, beta, return_input: bool) -> t
     """
     if static is None:
         return x, x if return_input else None
-    op, parameters = ("rmsnorm", {}) if beta is None else ("layernorm", {"beta": beta})
-    x, gamma, *beta = checked_norm(op, x, gamma=gamma, **parameters)
-    return _norm(_Static(static.checked(op), return_input), x, gamma, *(beta or [None]))
+    static, *arrays = checked_norm("rmsnorm" if beta is None else "layernorm", static, x, gamma, beta)
+    return _norm(_Static(static, return_input), *arrays)
 
 
 def layernorm(x, gamma, beta, *, epsilon: float = 1e-6, zero_centered_gamma: bool = False) -> jax.Array:
@@ -212,17 +207,19 @@ def rmsnorm(x, gamma, *, epsilon: float = 1e-6, zero_centered_gamma: bool = Fals
     return norm(Norm(epsilon, zero_centered_gamma), x, gamma, None)
 
 
-def checked_norm(op: str, x, **parameters) -> tuple[jax.Array, ...]:
-    arrays = [jnp.asarray(a) for a in (x, *parameters.values())]
-    for name, array in zip(("x", *parameters), arrays):
+def checked_norm(op: str, static: Norm, x, gamma, beta) -> tuple[Norm, jax.Array, jax.Array, jax.Array | None]:
+    """All of a norm (an RMSNorm where beta is None) as the kernels take it; ValueError where it does not fit."""
+    x, gamma, beta = jnp.asarray(x), jnp.asarray(gamma), None if beta is None else jnp.asarray(beta)
+    parameters = {"gamma": gamma} if beta is None else {"gamma": gamma, "beta": beta}
+    for name, array in {"x": x, **parameters}.items():
         if array.dtype not in FLOATS:
             raise ValueError(f"{op}: {name}: expected f32, f16 or bf16, got {array.dtype}")
-    if arrays[0].ndim == 0:
+    if x.ndim == 0:
         raise ValueError(f"{op}: x: expected at least one axis, got a scalar")
-    for name, array in zip(parameters, arrays[1:]):
-        if array.shape != arrays[0].shape[-1:]:
-            raise ValueError(f"{op}: {name}: expected [{arrays[0].shape[-1]}], x's last axis, got {list(array.shape)}")
-    return tuple(arrays)
+    for name, array in parameters.items():
+        if array.shape != x.shape[-1:]:
+            raise ValueError(f"{op}: {name}: expected [{x.shape[-1]}], x's last axis, got {list(array.shape)}")
+    return Norm(check_epsilon(f"{op}: epsilon", static.epsilon), bool(static.zero_centered_gamma)), x, gamma, beta
 
 
 class NormSaved(NamedTuple):

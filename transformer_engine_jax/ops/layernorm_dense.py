@@ -37,12 +37,6 @@ from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
 from transformer_engine_jax.sharding import Axes, SequenceShards, constrain
 
 
-def check_norm(op: str, static: Norm, x, gamma, beta) -> Norm:
-    """The options of a norm (of an RMSNorm where beta is None); ValueError where they, shapes or dtypes do not fit."""
-    checked_norm(op, x, gamma=gamma, **({} if beta is None else {"beta": beta}))
-    return static.checked(op)
-
-
 class Normed(NamedTuple):
     """What the backward needs of a norm that writes FP8."""
 
@@ -188,7 +182,7 @@ def _layernorm_dense(
     if quantizers is None or quantizers.x.spec.calibrating:
         normed, past = norm_and_input(norm_options, x, gamma, beta, return_input)
         return dense(normed, kernel, bias, quantizers=quantizers, by_kernels=True, input_axes=dot_axes), past
-    norm_options = check_norm("layernorm_dense", norm_options, x, gamma, beta)
+    norm_options, x, gamma, beta = checked_norm("layernorm_dense", norm_options, x, gamma, beta)
     kernel, main_grad = unpacked("layernorm_dense", kernel)
     check_dense("layernorm_dense", x, kernel, bias, 1, quantizers)
     main_grad, adds = claimed(main_grad, x, kernel)

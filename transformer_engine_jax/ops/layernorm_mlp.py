@@ -32,8 +32,8 @@ from transformer_engine_jax.ops.dense import (
     quantize_gradient,
 )
 from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers, check_residual
-from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
-from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward, transposed_now, transposes_later
+from transformer_engine_jax.ops.layernorm import Norm, checked_norm, norm_and_input, norm_backward
+from transformer_engine_jax.ops.layernorm_dense import norm_forward, transposed_now, transposes_later
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting
 from transformer_engine_jax.order import computed_once
@@ -187,7 +187,7 @@ def layernorm_mlp(
     activated = jax.ShapeDtypeStruct((*x.shape[:-1], kernel_1.shape[2]), x.dtype)
     check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1, second)
     if norm_options is not None:
-        norm_options = check_norm("layernorm_mlp", norm_options, x, gamma, beta)
+        norm_options, x, gamma, beta = checked_norm("layernorm_mlp", norm_options, x, gamma, beta)
     if residual and return_input:
         raise ValueError("layernorm_mlp: return_input: expected False where the residual is added, got True")
     if residual:

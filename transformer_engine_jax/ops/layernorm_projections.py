@@ -29,8 +29,8 @@ from transformer_engine_jax.ops.dense import (
     save,
 )
 from transformer_engine_jax.ops.dense_checks import check_dense
-from transformer_engine_jax.ops.layernorm import Norm, norm_and_input, norm_backward
-from transformer_engine_jax.ops.layernorm_dense import check_norm, norm_forward, transposed_now, transposes_later
+from transformer_engine_jax.ops.layernorm import Norm, checked_norm, norm_and_input, norm_backward
+from transformer_engine_jax.ops.layernorm_dense import norm_forward, transposed_now, transposes_later
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import quantize_stack_for
 from transformer_engine_jax.quantized import QuantizedTensor
@@ -160,7 +160,7 @@ def _layernorm_projections(
             )
         check_dense("layernorm_projections", x, kernel, bias, 1, quantizers and quantizers[0])
     if norm_options is not None:
-        norm_options = check_norm("layernorm_projections", norm_options, x, gamma, beta)
+        norm_options, x, gamma, beta = checked_norm("layernorm_projections", norm_options, x, gamma, beta)
     if quantizers is None or quantizers[0].x.spec.calibrating:
         (normed, past), results = norm_and_input(norm_options, x, gamma, beta, return_input), []
         normed = constrain(normed, dot_axes)
