@@ -16,7 +16,6 @@ from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
 from transformer_engine_jax.modules.checks import check_axes, check_common, check_low_rank, is_rate, respell
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
-from transformer_engine_jax.ops.dropout import drop
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
@@ -176,13 +175,6 @@ def make_dropout(rate: float, dims: Sequence[int], name: str, rngs: nnx.Rngs | N
             f"dropout: rngs: expected a stream {name!r} or a default one, as of nnx.Rngs(seed), where the dropout rate "
             f"is {rate}, got {', '.join(rngs) or 'none'}"
         ) from None
-
-
-def dropped(x, dropout: nnx.Dropout | None, deterministic: bool | None) -> jax.Array:
-    """x after the dropout, which may be absent."""
-    if not dropping(dropout, deterministic):
-        return x
-    return drop(x, dropout.rngs(), dropout.rate, dropout.broadcast_dims)
 
 
 def dropping(dropout: nnx.Dropout | None, deterministic: bool | None) -> bool:

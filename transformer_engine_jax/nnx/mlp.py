@@ -14,9 +14,9 @@ from flax import nnx
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init
 from transformer_engine_jax.modules.checks import canonical_tuple, check_dims, check_positive, check_rate
 from transformer_engine_jax.modules.mlp import MlpParameters, run_mlp
-from transformer_engine_jax.nnx.base import Fp8Module, array, dropped, dropping, make_dropout, module
+from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, helper, make_dropout, module
 from transformer_engine_jax.ops.activation import fused_activation
-from transformer_engine_jax.ops.dropout import Residual
+from transformer_engine_jax.ops.dropout import Residual, drop
 
 
 @module
@@ -119,9 +119,12 @@ class LayerNormMLP(Fp8Module):
         kernels = tuple(self.kernel_of_product(f"{name}_kernel") for name in ("wi", "wo"))
         biases = (array(self.wi_bias), array(self.wo_bias))
         parameters = MlpParameters(array(self.scale), array(self.ln_bias), kernels, biases)
-        drop = lambda a: dropped(a, self.dropout, False)
         adapt = lambda i, x: self.low_rank(x, 1, ("wi_", "wo_")[i])
         return run_mlp(
-            self, x, parameters, residual, drop if dropping(self.dropout, deterministic) else None,
+            self, x, parameters, residual, self._drop if dropping(self.dropout, deterministic) else None,
             adapt if self.enable_low_rank_adaptation else None,
         )  # fmt: skip
+
+    @helper
+    def _drop(self, a: jax.Array) -> jax.Array:
+        return drop(a, self.dropout.rngs(), self.dropout.rate, self.dropout.broadcast_dims)
