@@ -135,8 +135,8 @@ def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias,
 
 def visibility_form(options: Attention, q_len: int, k_len: int, sequences: SequenceDescriptor | None, mask) -> str:
     """How visibility is told to cuDNN: "plain", by "lengths", by lengths and offsets ("packed"), or by a "mask"."""
-    left, right = options.reach
-    if mask is not None or (right >= 0 and not options.causal) or (left >= 0 and not options.causal):
+    left, _ = options.reach
+    if mask is not None or (options.reach != (-1, -1) and not options.causal):
         return "mask"
     if options.bottom_right and (sequences is not None or q_len != k_len):
         return "mask"
