@@ -35,10 +35,10 @@ def name_axes(kernel: Kernel, attributes: Mapping[str, Any], ranks: Sequence[int
         if rank is None:
             continue
         unknown = [t for t in tokens if is_group(t) and t not in groups]
-        rest = rank - sum(groups[t] if t in groups else 1 for t in tokens if t not in unknown)
+        rest = rank - sum(groups.get(t, 1) for t in tokens if t not in unknown)
         if len(unknown) == 1:
             groups[unknown[0]] = rest
-            rest = 0 if rest >= 0 else rest
+            rest = min(rest, 0)
         if rest != 0 or len(unknown) > 1:
             raise ValueError(
                 f"{kernel.name}: {name} has {rank} axes, which does not fit `{' '.join(tokens) or 'a scalar'}` "
