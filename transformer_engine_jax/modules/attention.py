@@ -45,10 +45,14 @@ def check_ranks(inputs_q, inputs_kv) -> None:
             raise ValueError(f"MultiHeadAttention: {name}: expected [B, S, features], got {list(x.shape)}")
 
 
+def fuses_qkv(module) -> bool:
+    """Whether queries, keys and values of self-attention are one product."""
+    return module.fuse_qkv_params and module.num_gqa_groups in (None, module.num_attention_heads)
+
+
 def check_kind(module, is_self: bool, params) -> None:
     """ValueError where the parameters are those of self-attention and the call is not, or the other way round."""
-    fused = module.fuse_qkv_params and module.num_gqa_groups in (None, module.num_attention_heads)
-    if fused and params and ("qkv" in params) != is_self:
+    if fuses_qkv(module) and params and ("qkv" in params) != is_self:
         made, got = ("self", "one that is another object") if "qkv" in params else ("cross", "none, or inputs_q itself")
         raise ValueError(
             f"MultiHeadAttention: inputs_kv: expected what fits parameters of {made}-attention, {sorted(params)}, got "
@@ -141,8 +145,7 @@ def in_one_array(module, options: Attention, x, turns, others: Sequence) -> bool
     options: of the attention. turns: of `rotations`. others: what else is said of the parts; None for nothing.
     """
     heads, recipe = module.num_attention_heads, current().recipe
-    fused = module.fuse_qkv_params and module.num_gqa_groups in (None, heads)
-    fused = fused and turns[0] is turns[1] and (turns[0] is None or jnp.ndim(turns[0]) == 1)
+    fused = fuses_qkv(module) and turns[0] is turns[1] and (turns[0] is None or jnp.ndim(turns[0]) == 1)
     apart = module.transpose_batch_sequence or module.qk_norm_type or module.context_parallel_axis
     apart = apart or (recipe is not None and recipe.fp8_dpa)
     if not fused or apart or any(other is not None for other in others):
@@ -268,7 +271,7 @@ def projections(module: Any, kernel_init: Callable | None, is_self: bool) -> lis
     scaled = module.scaled_query_init and not module.scale_attn_logits
     query_scale = float(module.head_dim**-0.5) if scaled else 1.0
     fused = lambda *scales: flat_kernel_init(init, 1, scales=scales)
-    if module.fuse_qkv_params and is_self and width_q == width_kv:
+    if is_self and fuses_qkv(module):
         layout = [("qkv", (3, width_q), fused(query_scale, 1.0, 1.0))]
     elif module.fuse_qkv_params:
         layout = [("query", width_q, fused(query_scale)), ("kv", (2, width_kv), fused(1.0, 1.0))]
