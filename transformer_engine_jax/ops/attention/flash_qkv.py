@@ -65,10 +65,8 @@ def attention_qkv_bwd(
     """attention_bwd: the gradient of qkv [B, S, 3, H, D], from that of o."""
     query, key, value = parts(qkv)
     options = dict(scale=scale, dropout=dropout, causal=causal, left=left)
-    by_group = [x[:, :, :, None] for x in (query, o, do)]
-    dq, dk, dv = attention_bwd.reference(
-        stats[:, :, None], by_group[0], key, value, *by_group[1:], seed, None, None, **options
-    )
+    query, o, do = (x[:, :, :, None] for x in (query, o, do))
+    dq, dk, dv = attention_bwd.reference(stats[:, :, None], query, key, value, o, do, seed, None, None, **options)
     return jnp.stack([dq[:, :, :, 0], dk, dv], axis=2)
 
 
