@@ -102,14 +102,14 @@ def rope(x: jax.Array, frequencies: jax.Array, *, positions: jax.Array | None = 
     Raises:
       ValueError: shapes or dtypes do not fit, or an unknown group.
     """
-    x, frequencies = jnp.asarray(x), _checked(frequencies)
-    return _rope(Rotation(group), x, frequencies, _check(x, frequencies.shape[0], positions, group))
+    x, frequencies = jnp.asarray(x), _checked_frequencies(frequencies)
+    return _rope(Rotation(group), x, frequencies, _checked_positions(x, frequencies.shape[0], positions, group))
 
 
 def rope_qkv(qkv: jax.Array, frequencies: jax.Array, *, group: str = "consecutive") -> jax.Array:
     """`rope` of the queries and keys in qkv[B, S, 3, H, D], whose values stay; positions count from 0."""
-    frequencies = _checked(frequencies)
-    return _rope(Rotation(group), qkv, frequencies, _check(qkv[:, :, 0], frequencies.shape[0], None, group))
+    frequencies = _checked_frequencies(frequencies)
+    return _rope(Rotation(group), qkv, frequencies, _checked_positions(qkv[:, :, 0], frequencies.shape[0], None, group))
 
 
 def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None = None, group: str = "consecutive"):
@@ -129,20 +129,20 @@ def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None =
         raise ValueError(f"rope_table: angles: expected f32[T, F], got {angles.dtype}{list(angles.shape)}")
     if positions is None and x.ndim == 4 and angles.shape[0] < x.shape[1]:
         raise ValueError(f"rope_table: angles: expected {x.shape[1]} positions or more, got {angles.shape[0]}")
-    positions = _check(x, angles.shape[1], positions, group)
+    positions = _checked_positions(x, angles.shape[1], positions, group)
     rows = jnp.where(positions < 0, angles.shape[0], positions)  # JAX counts negative ones from the end
     angles = jnp.take(angles.astype(jnp.float32), rows, axis=0, mode="fill", fill_value=jnp.nan)
     return _turned(x, jnp.cos(angles), jnp.sin(angles), group)
 
 
-def _checked(frequencies) -> jax.Array:
+def _checked_frequencies(frequencies) -> jax.Array:
     frequencies = jnp.asarray(frequencies)
     if frequencies.ndim != 1 or not jnp.issubdtype(frequencies.dtype, jnp.floating):
         raise ValueError(f"rope: frequencies: expected f32[F], got {frequencies.dtype}{list(frequencies.shape)}")
     return frequencies.astype(jnp.float32)
 
 
-def _check(x, pairs: int, positions, group: str) -> jax.Array:
+def _checked_positions(x, pairs: int, positions, group: str) -> jax.Array:
     """i32[B, S] the positions, once x and group are known to fit."""
     if x.dtype not in FLOATS:
         raise ValueError(f"rope: x: expected f32, f16 or bf16, got {x.dtype}")
