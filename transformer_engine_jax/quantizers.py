@@ -61,9 +61,9 @@ class Quantizer:
 class GemmQuantizers(NamedTuple):
     """The Quantizers of one GEMM's operands: the input, the kernel, and the gradient of the output."""
 
-    x: Any
-    kernel: Any
-    grad: Any
+    x: Quantizer
+    kernel: Quantizer
+    grad: Quantizer
 
 
 @jax.tree_util.register_dataclass
