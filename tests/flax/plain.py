@@ -27,12 +27,11 @@ def plain_attention(query, key, value, *, scale, causal=False, mask=None, bias=N
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value, precision="highest")
 
 
-def turned(x, *, group, windows=(1, 10000), angle=None):
+def turned(x, *, group, angle=None):
     """x[B, S, heads, D], its pairs of features rotated by matrices; angle [S, F] of the first 2 F features."""
     d = x.shape[-1]
     if angle is None:
-        wavelength = windows[0] * (windows[1] / windows[0]) ** (np.arange(0, d, 2) / d)
-        angle = np.arange(x.shape[1])[:, None] / wavelength
+        angle = np.arange(x.shape[1])[:, None] / 10000 ** (np.arange(0, d, 2) / d)
     matrix = np.tile(np.eye(d), (x.shape[1], 1, 1))
     for i in range(angle.shape[1]):
         a, b = (2 * i, 2 * i + 1) if group == "consecutive" else (i, i + angle.shape[1])

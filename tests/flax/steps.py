@@ -36,12 +36,12 @@ def init(module: nn.Module, *args, rec=None, unbox: bool = True, **kwargs):
     return nn.unbox(variables) if unbox else variables
 
 
-def randomized(variables, seed: int = 0):
+def randomized(variables):
     """Variables whose zeros and ones are not: parameters get noise, so that biases and gammas count.
 
     Kernels get little, lest attention become a choice of one key, where each rounding counts many times.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def noisy(path, p):
         size = 0.2 / np.sqrt(p.shape[0]) if "kernel" in path[-1].key else 0.2
@@ -102,7 +102,7 @@ def place(mesh, variables, resource: te.MeshResource):
     return testing.shard(mesh, plain, specs)
 
 
-def gemm_roundings(variables, gemm: str = "gemm", rec=DELAYED):
-    """Those of a GEMM whose scales are those in its state."""
-    state = variables[STATE_COLLECTION]
-    return emulated.roundings(rec, [float(one.scale) for one in state[f"{gemm}_state"].states().values()])
+def gemm_roundings(variables):
+    """Those of a dense module's GEMM under DELAYED, whose scales are those in its state."""
+    states = variables[STATE_COLLECTION]["gemm_state"].states()
+    return emulated.roundings(DELAYED, [float(one.scale) for one in states.values()])

@@ -192,10 +192,9 @@ def roundings(rec: recipe.Recipe, scales=SCALES) -> Roundings:
     return Roundings(*[Rounding(d, None, rec.use_power_2_scales) for d in dtypes])
 
 
-def next_state(scale: float, tensor, dtype, history_len: int = 4) -> QuantizerState:
+def next_state(scale: float, tensor, dtype) -> QuantizerState:
     """The state after a first step that saw this tensor: its amax in the history, and the scale that it gives."""
     amax = np.abs(np.asarray(tensor, np.float32)).max()
-    history = np.zeros(history_len, np.float32)
-    history[1 % history_len] = amax
+    history = np.asarray([0, amax, 0, 0], np.float32)
     new = np.float32(np.float32(jnp.finfo(dtype).max) / amax) if amax > 0 else np.float32(scale)
-    return state(new, history_len)._replace(amax_history=jnp.asarray(history))
+    return state(new)._replace(amax_history=jnp.asarray(history))
