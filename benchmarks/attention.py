@@ -154,7 +154,7 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
     """A row for each config, pass and contender."""
     for config in configs:
         shape = SHAPES[config]
-        query, key, value, _ = (x for x in jax.eval_shape(lambda: _operands(shape)))
+        query, key, value, _ = jax.eval_shape(lambda: _operands(shape))
         sequences = _described(shape)
         choice = lambda fp8=False, sinks=None: attention_backend(
             _options(query, sinks), query, key, value, sequence_descriptor=sequences, fp8=fp8
