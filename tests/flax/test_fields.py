@@ -3,6 +3,9 @@
 from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from fields import (
     BASE,
@@ -11,6 +14,7 @@ from fields import (
     NO_EFFECT,
     STAGES,
     With,
+    X,
     before_and_after,
     every,
     fields_of,
@@ -196,3 +200,26 @@ SPELLED = [
 def test_names_may_be_spelled_as_nvidias_are(name, field, given, here):
     module = getattr(te_flax, name)(**BASE.get(name, {}) | {field: given})
     assert getattr(module, field) == here and getattr(module.clone(), field) == here
+
+
+NUMBERS = [
+    ("TransformerLayer", "drop_path"),
+    ("TransformerLayer", "low_rank_adaptation_alpha"),
+    ("LayerNormMLP", "intermediate_dropout_rate"),
+    ("LayerNormDenseGeneral", "depth_scaling"),
+    ("DotProductAttention", "attention_dropout"),
+]
+
+
+@pytest.mark.parametrize("name, field", NUMBERS)
+def test_numpys_numbers_are_pythons(name, field):
+    module = getattr(te_flax, name)(**BASE.get(name, {}) | {field: np.float64(0.5)})
+    assert type(getattr(module, field)) is type(getattr(module.clone(), field)) is float
+
+
+def test_numpys_numbers_do_not_widen_results():
+    fields = dict(drop_path=np.linspace(0, 0.1, 3)[1], low_rank_adaptation_alpha=np.float64(8))
+    layer = te_flax.TransformerLayer(**BASE["TransformerLayer"] | fields, low_rank_adaptation_scope="all")
+    key, x = jax.random.key(0), X.astype(jnp.bfloat16)
+    y, _ = jax.eval_shape(layer.init_with_output, {"params": key, "dropout": key}, x)
+    assert y.dtype == jnp.bfloat16

@@ -191,3 +191,9 @@ def test_dropout_of_a_layer_draws_from_the_stream_asked_for_and_no_other(rate):
 def test_names_may_be_spelled_as_nvidias_are(name, field, given, here):
     module = getattr(te_nnx, name)(**BASE.get(name, {}) | {field: given}, rngs=nnx.Rngs(0))
     assert getattr(module, field) == here
+
+
+@pytest.mark.parametrize("name, field", test_fields.NUMBERS)
+def test_numpys_numbers_are_pythons(name, field):
+    module = getattr(te_nnx, name)(**BASE.get(name, {}) | {field: np.float64(0.5)}, rngs=nnx.Rngs(0))
+    assert type(getattr(module, field)) is float

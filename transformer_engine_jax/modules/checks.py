@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,13 @@ def respelled(name: Any, allowed: Sequence) -> Any:
 
 
 def respell(module: Any) -> None:
-    """Fields of names as they are spelled here: those of CHOICES, and activations in lower case."""
+    """Fields as they are spelled here: names of CHOICES, activations in lower case, and NumPy's numbers as Python's.
+
+    NumPy's have dtypes of their own, to which results of 16 bits would be widened.
+    """
+    for field in dataclasses.fields(module):
+        if isinstance(value := getattr(module, field.name), np.generic):
+            setattr(module, field.name, value.item())
     for field, allowed in CHOICES.items():
         if hasattr(module, field):
             setattr(module, field, respelled(getattr(module, field), allowed))
