@@ -361,3 +361,8 @@ def test_a_new_kernel_shows_up_by_itself():
     assert (row.name, row.sizes, row.options) == ("scale_columns", {"tokens": 6, "k": 5}, {"power": 2})
     (row,) = te.explain(scale_columns, jnp.ones((2, 3)), jnp.ones(3)).rows
     assert row.runs.startswith("nothing: te_scale_columns has no")
+
+
+def test_a_linen_model_is_told_to_give_its_apply():
+    with pytest.raises(TypeError, match="a Linen DenseGeneral, which computes nothing .* give its `apply`"):
+        te.explain(te_flax.DenseGeneral(8), {}, X)

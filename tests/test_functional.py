@@ -154,5 +154,6 @@ def test_a_state_that_is_left_out_of_the_gradient_is_told_of(jit, rec):
         if not rec.stateful:
             jit(jax.grad(loss))(KERNEL, state)
     if rec.stateful:
-        with pytest.warns(RuntimeWarning, match="a kernel's gradient is taken and its state's is not"):
+        with pytest.warns(RuntimeWarning, match="a kernel's gradient is taken and its state's is not") as warned:
             jit(jax.grad(loss))(KERNEL, state)
+        assert {w.filename for w in warned} == {__file__}, "where the user's code is"

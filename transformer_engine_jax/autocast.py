@@ -102,7 +102,8 @@ def autocast(
       mesh_resource: names of mesh axes; None keeps what an enclosing context said.
       calibrating: compute in high precision but record amaxes and scales as if in FP8.
       amax_axes: inside a manual shard_map, the mesh axes over which amax is reduced; None keeps what an enclosing
-        context said, () reduces over none.
+        context said, () reduces over none. A state that is the same on all shards has the amax of all where shard_map's
+        check_vma, on by default, has JAX sum its gradient; the scales of current scaling depend on this alone.
 
     Raises:
       TypeError: for an argument of another kind.

@@ -292,8 +292,8 @@ def explain(fn: Callable, /, *args, compile: bool = False, **kwargs) -> Explanat
     """What `fn(*args, **kwargs)` runs: a row for each kernel, product and collective that its results depend on.
 
     Args:
-      fn: a function of arrays or NNX models, jitted or not, or a model; traced in the contexts (autocast, mesh) in
-        force here. For the backward pass, give a function that takes gradients.
+      fn: a function of arrays or NNX models, jitted or not, such as a Linen model's `apply`; or an NNX model. It is
+        traced in the contexts (autocast, mesh) in force here. For the backward pass, give one that takes gradients.
       args, kwargs: its arguments, or jax.ShapeDtypeStructs like them; nothing is computed. Of a function that is not
         jitted, keywords that hold Python's bools or strings are static.
       compile: also compile it, for the collectives that the compiler inserts, the bytes of memory, and on a GPU the
@@ -301,6 +301,9 @@ def explain(fn: Callable, /, *args, compile: bool = False, **kwargs) -> Explanat
 
     Returns:
       An Explanation: `print` it for a table, or read `rows` and `compiled`.
+
+    Raises:
+      TypeError: fn is a Linen model, which computes nothing without its variables.
     """
     traced = trace_of(fn, args, kwargs)
     jaxpr = traced.jaxpr.jaxpr

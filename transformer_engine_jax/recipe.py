@@ -120,10 +120,12 @@ class DelayedScaling(Recipe):
       reduce_amax: one amax for all shards of a tensor; False is not possible under pjit, where a tensor is one.
       fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
-      fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in FP8
-        on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k, n].
-        The two products of an MLP are decided together, and so are query, key and value: in FP8 where it says so of
-        each. Functions are compared by identity, so a recipe that is made anew at each step is traced anew.
+      fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in
+        FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k,
+        n]. The two products of an MLP are decided together, and so are query, key and value: in FP8 where it says so of
+        each kernel. n counts all outputs of a kernel, as of one for queries, keys and values, though `te.explain` has a
+        row for each that is a product of its own. Functions are compared by identity, so a recipe that is made anew at
+        each step is traced anew.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -170,10 +172,12 @@ class Float8CurrentScaling(Recipe):
       amax_epsilon: amaxes below it count as it.
       fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
-      fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in FP8
-        on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k, n].
-        The two products of an MLP are decided together, and so are query, key and value: in FP8 where it says so of
-        each. Functions are compared by identity, so a recipe that is made anew at each step is traced anew.
+      fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in
+        FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k,
+        n]. The two products of an MLP are decided together, and so are query, key and value: in FP8 where it says so of
+        each kernel. n counts all outputs of a kernel, as of one for queries, keys and values, though `te.explain` has a
+        row for each that is a product of its own. Functions are compared by identity, so a recipe that is made anew at
+        each step is traced anew.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 

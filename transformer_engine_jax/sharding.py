@@ -128,8 +128,13 @@ def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
     sharded, nothing is said, unless `whole` x is asked for.
 
     Raises:
-      ValueError: axes are given, but not one for each axis of x, or one twice; or the mesh has not what a rule names.
+      ValueError: axes are given, but not one for each axis of x, or one twice; or the mesh has not what a rule, or the
+        MeshResource, names.
     """
+    resource = current().mesh_resource
+    for name in (resource.dp_resource, resource.tp_resource, resource.tpsp_resource, resource.fsdp_resource):
+        _size(name)
+    _size(resource.cp_resource)
     if not axes:
         return x
     if len(axes) != x.ndim:

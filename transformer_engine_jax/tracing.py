@@ -49,7 +49,12 @@ def trace_of(fn: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ja
 
     Keywords of one that is not jitted are static where they hold Python's bools or strings.
     """
-    nnx = sys.modules.get("flax.nnx")
+    linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
+    if linen and isinstance(fn, linen.Module) and fn.scope is None:
+        raise TypeError(
+            f"expected a function, got a Linen {type(fn).__name__}, which computes nothing without its variables: give "
+            "its `apply`, and then the variables"
+        )
     if nnx and isinstance(fn, nnx.Module):
         fn, args = lambda model, *args, **kwargs: model(*args, **kwargs), (fn, *args)
     if not hasattr(fn, "trace"):

@@ -211,13 +211,20 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.parametrize("half", [np.float64(0.5), np.array(0.5), jnp.bfloat16(0.5)], ids=["scalar", "array", "jax"])
 @pytest.mark.parametrize("name, field", NUMBERS)
-def test_numpys_numbers_are_pythons(name, field):
-    module = getattr(te_flax, name)(**BASE.get(name, {}) | {field: np.float64(0.5)})
+def test_numbers_of_numpy_and_jax_are_pythons(name, field, half):
+    module = getattr(te_flax, name)(**BASE.get(name, {}) | {field: half})
     assert type(getattr(module, field)) is type(getattr(module.clone(), field)) is float
+    rate = jax.jit(lambda: getattr(te_flax, name)(**BASE.get(name, {}) | {field: half}).clone().__dict__[field])()
+    assert rate == 0.5
 
 
-def test_numpys_numbers_do_not_widen_results():
+def test_a_name_alone_may_be_spelled_as_nvidias_are():
+    assert te_flax.LayerNormMLP(32, activations="GELU").activations == ("gelu",)
+
+
+def test_such_numbers_do_not_widen_results():
     fields = dict(drop_path=np.linspace(0, 0.1, 3)[1], low_rank_adaptation_alpha=np.float64(8))
     layer = te_flax.TransformerLayer(**BASE["TransformerLayer"] | fields, low_rank_adaptation_scope="all")
     key, x = jax.random.key(0), X.astype(jnp.bfloat16)

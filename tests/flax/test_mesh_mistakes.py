@@ -29,7 +29,7 @@ def run(resource: te.MeshResource):
 
 def test_mesh_axes_that_do_not_exist_are_named():
     with testing.on_mesh(MESH):
-        with pytest.raises(ValueError, match=r"axes of the mesh in force, \['data', 'model'\], .* got \['dat'\] by "):
+        with pytest.raises(ValueError, match=r"axes of the mesh in force, \['data', 'model'\], got 'dat' in "):
             run(te.MeshResource(dp_resource="dat"))
 
 
@@ -40,6 +40,20 @@ def test_mesh_axes_that_do_not_exist_are_named_where_no_activation_has_axes(reso
         with pytest.raises(ValueError, match=r"axes of the mesh in force, \['data', 'model'\], got '(modle|dat)'"):
             variables = jax.jit(module.init)(jax.random.key(0), X)
             jax.jit(jax.grad(lambda v: jnp.sum(module.apply(v, X))))(variables)
+
+
+@pytest.mark.parametrize("field", ["dp_resource", "tp_resource", "tpsp_resource", "fsdp_resource", "cp_resource"])
+def test_mesh_axes_that_do_not_exist_are_named_where_nothing_has_axes(field):
+    module = te_flax.DenseGeneral(features=16)
+    with testing.on_mesh(MESH), te.autocast(True, mesh_resource=te.MeshResource(**{field: "dat"})):
+        with pytest.raises(ValueError, match="axes of the mesh in force, .* got 'dat' in MeshResource"):
+            jax.eval_shape(module.init, jax.random.key(0), X)
+
+
+def test_mesh_axes_of_rules_that_do_not_exist_are_named():
+    with testing.on_mesh(MESH), nn.logical_axis_rules([("batch", "dat")]):
+        with pytest.raises(ValueError, match=r"\['data', 'model'\], .* got \['dat'\] by flax"):
+            constrain(jnp.ones((4, 4)), ("batch", None))
 
 
 def test_logical_axes_that_are_twice_there_are_named():

@@ -236,6 +236,30 @@ def test_states_that_fit_are_kept_and_others_start_anew():
         te_flax.init_state(MLP, settled, X, deterministic=True)
 
 
+class BatchNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(DenseGeneral(16)(x))
+
+
+DECODER = te_flax.TransformerLayer(hidden_size=16, mlp_hidden_size=32, num_attention_heads=2)
+DECODING = dict(decode=True, deterministic=True, mutable=["cache"])
+
+
+@pytest.mark.parametrize("has_cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("model, kwargs", [(BatchNorm(), {}), (DECODER, DECODING)], ids=["statistics", "cache"])
+def test_calls_that_write_collections_of_their_own(model, kwargs, has_cache):
+    x = X[None] if kwargs else X
+    called = {**kwargs, "mutable": True} if kwargs else {}
+    variables = model.init(jax.random.key(0), x, **{k: v for k, v in called.items() if k != "mutable"})
+    given = variables if has_cache else {"params": variables["params"]}
+    with steps.autocast(DELAYED):
+        made = te_flax.init_state(model, given, x[:, :1] if kwargs else x, **kwargs)
+        assert set(made) == {*given, STATE_COLLECTION}
+        model.apply(made, x[:, :1] if kwargs else x, **{"mutable": ["batch_stats"], **kwargs})
+    assert te_flax.main_grads(model, given, x, **kwargs)
+
+
 def test_a_recipe_without_a_state_needs_no_collection():
     variables = steps.init(MLP, X, deterministic=True)
     with steps.autocast(CURRENT):

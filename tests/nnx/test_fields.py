@@ -194,6 +194,6 @@ def test_names_may_be_spelled_as_nvidias_are(name, field, given, here):
 
 
 @pytest.mark.parametrize("name, field", test_fields.NUMBERS)
-def test_numpys_numbers_are_pythons(name, field):
+def test_numbers_of_numpy_are_pythons(name, field):
     module = getattr(te_nnx, name)(**BASE.get(name, {}) | {field: np.float64(0.5)}, rngs=nnx.Rngs(0))
     assert type(getattr(module, field)) is float

@@ -121,3 +121,11 @@ def test_gradients_without_the_buffers_say_what_to_do():
     grads = nnx.grad(lambda model: jnp.sum(model(XS[0])[0]))(model)
     with pytest.raises(ValueError, match="te_nnx.TRAINED"):
         te_nnx.update_state(model, grads)
+
+
+def test_gradients_without_a_kernel_that_has_a_buffer_are_named():
+    model = twins.make(MODELS["layernorm_dense"][0])
+    te_nnx.main_grads(model)
+    with pytest.raises(ValueError, match="take_main_grads: grads: expected those of all kernels .* none of .'kernel'"):
+        te_nnx.take_main_grads(model, nnx.state(model, nnx.PathContains("scale")))
+    assert jax.tree.leaves(nnx.state(model, te_nnx.MainGrad)), "nothing is lost"

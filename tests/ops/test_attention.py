@@ -238,6 +238,8 @@ def test_three_arrays_or_one():
             dot_product_attention(*arrays, options=Attention(1.0))
 
 
-def test_integers_are_not_attended():
+def test_integers_and_fp8_are_not_attended():
+    with pytest.raises(ValueError, match="query: expected f32, f16 or bf16, got float8_e4m3fn"):
+        dot_product_attention(QUERY.astype(jnp.float8_e4m3fn), KEY4, VALUE4, options=Attention(1.0))
     with pytest.raises(ValueError, match="key: expected f32, f16 or bf16, got int32"):
         dot_product_attention(QUERY, KEY4.astype(np.int32), VALUE4, options=Attention(1.0))

@@ -75,7 +75,8 @@ class DenseGeneral(_Dense):
 
     features: sizes of the output axes. axis: the contracted axes of x. kernel_init: None means variance_scaling(1.0,
     "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is given, of the computation.
-    input_axes, output_axes: logical axes of x and of y. return_bias: return (y, bias) with the bias not added.
+    input_axes, output_axes: logical axes of x and of y; kernel_axes, bias_axes: of the parameters, one for each of
+    their axes. return_bias: return (y, bias) with the bias not added.
     low_rank_adaptation_*: LoRA beside the kernel. parameters_split: names, or names and sizes, of slices of the first
     output axis that are parameters of their own, `<name>_kernel` and `<name>_bias`; they are one product.
     quantization_checkpoint_name: the name of what is quantized for checkpoint policies.
@@ -87,9 +88,9 @@ class DenseGeneral(_Dense):
 
     @nn.compact
     def __call__(self, x: jax.Array, residual: jax.Array | None = None):
-        """x[.., contracted..] (+ residual) -> [.., features..] in x's dtype, or (that, bias) with return_bias.
+        """x[.., contracted..] (+ residual) -> [.., features..], or (that, bias) with return_bias.
 
-        residual: [.., features..] in x's dtype, added inside the product.
+        All in x's dtype, or in `dtype` where param_dtype is given. residual: [.., features..], added in the product.
         """
         x = computed_in(self, x)
         return run_dense(self, x, *self._make_kernel(self._contracted(x)), self._adapt, residual)
@@ -118,12 +119,13 @@ class LayerNormDenseGeneral(_LayerNormDense):
     """A norm and a DenseGeneral; returns (y, the norm's output or None), or (y, bias, that) with return_bias.
 
     Fields of LayerNorm and DenseGeneral; enable_layernorm=False leaves the norm out. return_layernorm_output costs
-    one pass: the norm's output is then kept in high precision too. depth_scaling: y is divided by it.
+    one pass: the norm's output, without a norm x, is then kept in high precision too. depth_scaling: y is divided by
+    it.
     """
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
-        """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
+        """x[.., K] -> ([.., features..], [.., K] or None), in x's dtype, or in `dtype` where param_dtype is given."""
         x = computed_in(self, x)
         if self.enable_layernorm and canonical_tuple(self.axis) not in ((-1,), (x.ndim - 1,)):
             raise ValueError(f"LayerNormDenseGeneral.axis: expected -1, the axis of the norm, got {self.axis}")

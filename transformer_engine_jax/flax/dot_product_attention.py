@@ -38,7 +38,8 @@ class DotProductAttention(Fp8Module):
     is kept. float32_logits: logits and softmax always are. max_segments_per_seq: above 1, the `max_segments` of
     descriptors of segment ids that have none (see te.SequenceDescriptor). context_parallel_axis: the mesh axis that
     shards the sequence; strategy "ALL_GATHER" (the default) or "RING"; causal_load_balanced: tokens come in the order
-    of te.reorder_causal_load_balancing, as do masks and a descriptor's ids and positions; its lengths are as without.
+    of te.reorder_causal_load_balancing, as do masks, biases, and a descriptor's ids and positions; its lengths are as
+    without.
     """
 
     head_dim: int

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, MAKES_MAIN_GRADS, STATE_COLLECTION
+from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, MAKES_MAIN_GRADS
 from transformer_engine_jax.flax.state import check_model, shapes_of_call
 
 
@@ -27,18 +27,18 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     Args:
       model: any Linen module; around the modules of transformer_engine_jax in it transforms such as nn.scan must name
         the collection, variable_axes={"params": 0, "main_grads": 0}, else the kernels inside get no buffers.
-      variables: of the model. Buffers are sharded as the kernels are, and boxed as they are.
-      args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs.
+      variables: of the model. Buffers are boxed as the kernels are, and sharded as they are, unless made by a jitted
+        function on the compiler's axes, which places its results as it likes: give it out_shardings.
+      args, kwargs: of a call of the model, as `init_state` takes them.
 
     Returns:
       The buffers, named as the kernels of variables["params"]; those of other modules, such as nn.Dense, have none.
     """
     check_model("main_grads", model, variables)
     rest = {name: value for name, value in variables.items() if name != MAIN_GRADS_COLLECTION}
-    mutable = [MAIN_GRADS_COLLECTION, STATE_COLLECTION, *[name for name in rest if name != "params"]]
     token = MAKES_MAIN_GRADS.set(True)
     try:
-        needed = shapes_of_call(model, rest, args, kwargs, mutable).get(MAIN_GRADS_COLLECTION, {})
+        needed = shapes_of_call(model, rest, args, kwargs).get(MAIN_GRADS_COLLECTION, {})
     finally:
         MAKES_MAIN_GRADS.reset(token)
     return _zeros(flax.core.unfreeze(needed), variables["params"])

@@ -22,7 +22,8 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     Args:
       model: any Linen module.
       variables: of the model, with or without FP8 state. What no recipe needs stays, as does state that fits.
-      args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs.
+      args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs. The call may
+        write all collections but "params", whatever it says of `mutable`.
 
     Returns:
       All collections of `variables`, and the state's where a recipe needs one.
@@ -33,7 +34,7 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     """
     check_model("init_state", model, variables)
     rest = {name: collection for name, collection in variables.items() if name != STATE_COLLECTION}
-    needed = shapes_of_call(model, rest, args, kwargs, [STATE_COLLECTION]).get(STATE_COLLECTION, {})
+    needed = shapes_of_call(model, rest, args, kwargs).get(STATE_COLLECTION, {})
     if current().recipe is None and not needed:
         raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
     old = flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))
@@ -69,8 +70,9 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
-def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs, mutable: list[str]) -> Any:
-    """The collections that a call would write, as jax.ShapeDtypeStructs."""
+def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs) -> Any:
+    """The collections that a call would write which may write all but "params", as jax.ShapeDtypeStructs."""
+    kwargs = {**kwargs, "mutable": flax.core.DenyList("params")}
     given, tree = jax.tree.flatten((args, kwargs))
     arrays = [i for i, x in enumerate(given) if hasattr(x, "shape") and hasattr(x, "dtype")]
 
@@ -79,6 +81,6 @@ def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs,
         for i, value in zip(arrays, values):
             leaves[i] = value
         args, kwargs = jax.tree.unflatten(tree, leaves)
-        return model.apply(variables, *args, **kwargs, mutable=mutable)[1]
+        return model.apply(variables, *args, **kwargs)[1]
 
     return jax.eval_shape(run, variables, [given[i] for i in arrays])

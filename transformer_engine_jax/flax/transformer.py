@@ -42,9 +42,12 @@ class TransformerLayer(Fp8Module):
     post-norm layer. parallel_attention_mlp: both blocks take the layer's inputs, each by its own norm.
     enable_relative_embedding: T5's biases, of 32 buckets up to distance 128, unless relative_embedding is given; for
     both directions in an encoder only. kv_channels: the size of a head, None means hidden_size / num_attention_heads.
-    window_size, score_mod, softmax_type, self_attn_* are of the self-attention. The fields of RoPE hold for both
-    attentions; qk_norm_*, checkpoint_core_attention and enable_sequence_parallel too: see MultiHeadAttention;
-    context_parallel_* are of the self-attention: see DotProductAttention.
+    hidden_dropout_dims, intermediate_dropout_dims: axes along which what is dropped is the same, of [B, S, hidden] and
+    [B, S, mlp_hidden]; drop_path: the rate at which a block's output is dropped for an example (stochastic depth, Huang
+    et al., 2016). low_rank_adaptation_scope: MultiHeadAttention's, and "mlp" and "exclude_mlp". window_size, score_mod,
+    softmax_type, self_attn_* are of the self-attention. The fields of RoPE hold for both attentions; qk_norm_*,
+    checkpoint_core_attention and enable_sequence_parallel too: see MultiHeadAttention; context_parallel_* are of the
+    self-attention: see DotProductAttention.
     """
 
     hidden_size: int = 512

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES
@@ -64,19 +64,22 @@ def respelled(name: Any, allowed: Sequence) -> Any:
 
 
 def respell(module: Any) -> None:
-    """Fields as they are spelled here: names of CHOICES, activations in lower case, and NumPy's numbers as Python's.
+    """Fields as they are spelled here: names of CHOICES, activations in lower case, and numbers of NumPy's and JAX's as
+    Python's.
 
-    NumPy's have dtypes of their own, to which results of 16 bits would be widened.
+    They have dtypes of their own, to which results of 16 bits would be widened.
     """
     for field in dataclasses.fields(module):
-        if isinstance(value := getattr(module, field.name), np.generic):
+        value = getattr(module, field.name)
+        known = isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+        if known and value.ndim == 0:
             setattr(module, field.name, value.item())
     for field, allowed in CHOICES.items():
         if hasattr(module, field):
             setattr(module, field, respelled(getattr(module, field), allowed))
     for field in ("activations", "mlp_activations"):
-        names = getattr(module, field, None)
-        if isinstance(names, tuple | list):
+        if hasattr(module, field):
+            names = canonical_tuple(getattr(module, field))
             setattr(module, field, tuple(name.lower() if isinstance(name, str) else name for name in names))
 
 
@@ -122,15 +125,12 @@ def check_axes(module: Any, name: str, axes: Sequence[str | None], shape: Sequen
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one real number, which may be an array's only one."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None:
-        return isinstance(value, int | float)
-    return np.size(value) == 1 and (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
+    """Whether a field, respelled, is one real number."""
+    return isinstance(value, int | float)
 
 
 def is_rate(value: Any) -> bool:
-    """Whether a value is a dropout rate."""
+    """Whether a field, respelled, is a dropout rate."""
     return is_number(value) and 0.0 <= value < 1.0
 
 

@@ -108,9 +108,9 @@ class DenseGeneral(_Dense):
     return_bias: bool = False
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None):
-        """x[.., in_features..] (+ residual) -> [.., features..] in x's dtype, or (that, bias) with return_bias.
+        """x[.., in_features..] (+ residual) -> [.., features..], or (that, bias) with return_bias.
 
-        residual: [.., features..] in x's dtype, added inside the product.
+        All in x's dtype, or in `dtype` where param_dtype is given. residual: [.., features..], added in the product.
         """
         return run_dense(self, computed_in(self, x), *self._kernel_and_bias(), self._adapt, residual)
 
@@ -150,6 +150,6 @@ class LayerNormDenseGeneral(_Dense):
             self.make_norm_params(features, scale_init, ln_bias_init, self.ln_bias_axes, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
-        """x[.., K] -> ([.., features..] in x's dtype, [.., K] or None)."""
+        """x[.., K] -> ([.., features..], [.., K] or None), in x's dtype, or in `dtype` where param_dtype is given."""
         norm = array(self.scale), array(self.ln_bias)
         return run_layernorm_dense(self, computed_in(self, x), *norm, *self._kernel_and_bias(), self._adapt)

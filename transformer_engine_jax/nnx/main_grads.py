@@ -21,7 +21,8 @@ def main_grads(model: nnx.Module) -> None:
     Each microbatch must use every kernel that has a buffer: one that goes unused comes out as zeros.
 
     Args:
-      model: any module; buffers are those of the modules of transformer_engine_jax in it, sharded as their kernels.
+      model: any module; buffers are those of the modules of transformer_engine_jax in it, sharded as their kernels,
+        unless made by a jitted function on the compiler's axes, which places its results as it likes.
     """
     for _, node in list(nnx.iter_graph(model)):
         if isinstance(node, Fp8Module):
@@ -40,9 +41,15 @@ def take_main_grads(model: nnx.Module, grads: Any) -> Any:
 
     Returns:
       grads for nnx.Optimizer.update.
+
+    Raises:
+      ValueError: grads lack a kernel that has a buffer; the buffers are then still there.
     """
     flat = dict(nnx.to_flat_state(grads))
+    of_kernel = lambda path: (*path[:-1], path[-1].removesuffix(SUFFIX))
+    kernels = [of_kernel(path) for path, _ in nnx.to_flat_state(nnx.state(model, MainGrad))]
+    if missing := [".".join(map(str, path)) for path in kernels if path not in flat]:
+        raise ValueError(f"take_main_grads: grads: expected those of all kernels with buffers, got none of {missing}")
     for path, buffer in nnx.to_flat_state(nnx.pop(model, MainGrad)):
-        of_kernel = (*path[:-1], path[-1].removesuffix(SUFFIX))
-        flat[of_kernel] = flat[of_kernel].replace(buffer.get_value())
+        flat[of_kernel(path)] = flat[of_kernel(path)].replace(buffer.get_value())
     return nnx.from_flat_state(flat)

@@ -43,7 +43,10 @@ class Fp8State(nnx.Variable):
 
     @property
     def states(self) -> QuantizerStates | None:
-        """What it holds; its tensors' are attributes here too: gemm_state.x.scale. None where it is not ours."""
+        """What it holds; its tensors' are attributes here too: gemm_state.x.scale. None where it is not ours.
+
+        All but attention's value, for Variable.value is the array: attention_state.states.value.
+        """
         value, kind = self.get_value(), self.get_metadata().get("kind")
         return None if kind is None and not isinstance(value, QuantizerStates) else _states(value, kind)
 

@@ -237,8 +237,8 @@ def activation(z, activations: Activations, params: Mapping[str, float] | Clamp 
     Args:
       z: [.., A, N] f32, f16 or bf16.
       activations: A names ("gelu", "silu", "relu", "quick_gelu", "squared_relu", "sigmoid", "linear", "clamped_silu",
-        "clamped_linear") or functions of an array. One name, one name with "linear", and both clamped ones run a fused
-        kernel; all others are plain JAX.
+        "clamped_linear") or functions of an array. ("clamped_silu", "clamped_linear"), and any of the first six alone
+        or before "linear", run a fused kernel; all others are plain JAX.
       params: of the clamped activations: limit, alpha, glu_linear_offset; see Clamp.
       bias: [A, N] of any float dtype, or None: added to z, in the fused kernel without a rounding of the sum; its
         gradient comes out of the kernel that computes z's. Elsewhere the sum is rounded to z's dtype.

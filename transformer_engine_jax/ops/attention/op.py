@@ -21,7 +21,7 @@ from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, runs
 from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads
-from transformer_engine_jax.ops.quantize import watch
+from transformer_engine_jax.ops.quantize import FLOATS, watch
 from transformer_engine_jax.quantizers import AttentionQuantizers, keep
 from transformer_engine_jax.sharding import sharded_over, with_whole_heads
 
@@ -50,7 +50,7 @@ def dot_product_attention(
       sequence_descriptor: which tokens belong to which sequence, of rows that are padded or hold several sequences.
         Tokens see only their own sequence; padding gets zeros. None: each row is one sequence.
       mask: bool, broadcastable to [B, H, Q, K]; True is masked out. Not together with a descriptor.
-      bias: broadcastable to [B, H, Q, K], added to the scaled logits.
+      bias: broadcastable to [B, H, Q, K], added to the scaled logits, with options.bias_before_scale to those before.
       softmax_offset: [H] the extra logit of each head, of softmax_type "learnable".
       dropout_key: of jax.random; None is no dropout.
       context_parallel: the mesh axis that shards the sequences of query, key and value, and how; a mesh must be in
@@ -147,7 +147,7 @@ def _check_shapes(query, key, value) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
             raise ValueError(f"dot_product_attention: {name}: expected [B, S, heads, D], got {list(x.shape)}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if x.dtype not in (*FLOATS, jnp.float64):
             raise ValueError(f"dot_product_attention: {name}: expected f32, f16 or bf16, got {x.dtype}")
     if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
         raise ValueError(
