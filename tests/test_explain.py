@@ -186,11 +186,12 @@ def test_calls_are_counted_through_loops_and_recomputation():
     def looped(x, ws):
         x = jax.lax.scan(lambda x, w: (jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=3)[0], None), x, ws)[0]
         x = jax.lax.cond(x[0, 0, 0] > 0, lambda x: layer(x, ws[0]), lambda x: x, x)
-        return jax.lax.while_loop(lambda x: x[0, 0, 0] > 1, lambda x: layer(x, ws[0]), x)
+        inner = lambda x: jax.lax.cond(x[0, 0, 1] > 0, lambda x: x, lambda x: layer(x, ws[0]), x)
+        return jax.lax.while_loop(lambda x: x[0, 0, 0] > 1, inner, x)
 
     rows = te.explain(jax.jit(looped), X, jax.ShapeDtypeStruct((5, 32), jnp.float32)).rows
     assert [(r.count, r.why) for r in rows] == [
-        (15, ""), (1, "in branch 1 of a cond"), (1, "in each turn of a while loop")
+        (15, ""), (1, "in branch 1 of a cond"), (1, "in each turn of a while loop, in branch 0 of a cond")
     ]  # fmt: skip
     assert str(te.explain(looped, X, jnp.ones((5, 32)))).endswith(" (each branch, and one turn of while loops)")
 

@@ -44,6 +44,10 @@ class _Place(NamedTuple):
     scopes: source_info_util.NameStack
     source: str  # of the call that it is in
 
+    def under(self, condition: str) -> _Place:
+        """The place inside of this one that has a condition more."""
+        return self._replace(condition=", ".join(filter(None, (self.condition, condition))))
+
 
 def _walk(jaxpr: Jaxpr, place: _Place) -> Iterator[Row]:
     for eqn in jaxpr.eqns:
@@ -59,15 +63,15 @@ def _walk(jaxpr: Jaxpr, place: _Place) -> Iterator[Row]:
             if name == "scan":
                 inside = inside._replace(count=here.count * eqn.params["length"])
             elif name == "while":
-                inside = inside._replace(condition="in each turn of a while loop")
+                inside = inside.under("in each turn of a while loop")
             elif name == "pallas_call":
                 turns = prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
-                inside = inside._replace(count=here.count * turns, condition="in a Pallas kernel")
+                inside = inside._replace(count=here.count * turns).under("in a Pallas kernel")
             elif of_platforms is not None:
                 if i != _branch(of_platforms, here.platform):
                     continue
             elif name == "cond":
-                inside = inside._replace(condition=f"in branch {i} of a cond")
+                inside = inside.under(f"in branch {i} of a cond")
             yield from _walk(inner, inside)
 
 

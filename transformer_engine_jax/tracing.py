@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,15 @@ def kept_on(trace, name: str) -> dict:
     """A dictionary that lives as long as a trace, under this name."""
     if not hasattr(trace, "__dict__"):  # a function's that is jitted or rematerialised; this much of it has one
         trace = getattr(getattr(trace, "frame", None), "constid_to_tracer", None)
-    return trace.__dict__.setdefault(name, {}) if hasattr(trace, "__dict__") else {}
+    if hasattr(trace, "__dict__"):
+        return trace.__dict__.setdefault(name, {})
+    warnings.warn(
+        f"transformer_engine_jax: nothing can be kept on a trace of JAX {jax.__version__}: FP8 states and main_grads "
+        "of modules that a step calls several times may count several times; expected JAX 0.10 to 0.12",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return {}
 
 
 def once(what: Hashable, arrays: Sequence[Any], make: Callable[[], Any]) -> Any:

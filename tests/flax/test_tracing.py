@@ -6,10 +6,12 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import pytest
 
 import transformer_engine_jax as te
 from transformer_engine_jax import recipe
 from transformer_engine_jax.flax import TransformerLayer
+from transformer_engine_jax.tracing import kept_on
 
 SECONDS = 20  # of the processor's time: other tests run beside this one
 
@@ -50,3 +52,8 @@ def test_32_layers_are_traced_and_lowered_in_seconds():
     assert took < SECONDS
     _, (grads, states) = lowered.out_info
     assert len(grads) == len(jax.tree.leaves(states)) // 5 == 32  # of each layer, and of its five products
+
+
+def test_a_trace_of_an_unknown_jax_is_told_of():
+    with pytest.warns(RuntimeWarning, match="nothing can be kept on a trace of JAX .* may count several times"):
+        assert kept_on(object(), "anything") == {}

@@ -153,12 +153,12 @@ def _layernorm_projections(
             f"layernorm_projections: quantizers: expected {len(given)}, one for each kernel, got {len(quantizers)}"
         )
     kernels, main_grads = zip(*[unpacked("layernorm_projections", kernel) for kernel in given])
-    for kernel, bias in zip(kernels, biases, strict=True):
+    for kernel, bias, of_product in zip(kernels, biases, quantizers or [None] * len(kernels), strict=True):
         if kernel.ndim not in (2, 3) or (kernel.ndim == 3 and kernel.shape[1] not in (2, 3)):
             raise ValueError(
                 f"layernorm_projections: kernels: expected [K, N], [K, 2, N] or [K, 3, N], got {list(kernel.shape)}"
             )
-        check_dense("layernorm_projections", x, kernel, bias, 1, quantizers and quantizers[0])
+        check_dense("layernorm_projections", x, kernel, bias, 1, of_product)
     if norm_options is not None:
         norm_options, x, gamma, beta = checked_norm("layernorm_projections", norm_options, x, gamma, beta)
     if quantizers is None or quantizers[0].x.spec.calibrating:
