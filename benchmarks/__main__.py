@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import sys
 from collections.abc import Iterable
 
 import jax
@@ -187,6 +188,13 @@ def main(argv: list[str] | None = None) -> None:
             for name in chosen(args.against or ["te"], peers.CONTENDERS):
                 print(f"{config} {name}\n{profile.table(layer.Step(name, SHAPES[config]))}\n", flush=True)
     else:
+        if jax.default_backend() != "gpu" and args.what != "memory":
+            print(
+                f"benchmarks {args.what}: no GPU here but {jax.default_backend()}, for which these sizes are large: a "
+                "row may take minutes to hours",
+                file=sys.stderr,
+                flush=True,
+            )
         rows = []
         for row in rows_of(args):
             rows.append(row)

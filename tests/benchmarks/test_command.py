@@ -52,3 +52,9 @@ def test_profile_lists_kernels_of_a_gpu(capsys):
     else:
         with pytest.raises(SystemExit, match="benchmarks profile: expected a GPU, whose kernels it lists, got cpu"):
             profiled()
+
+
+def test_where_there_is_no_gpu_rows_are_said_to_take_long(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["sharded", "--config", "tiny", "--devices", "99"])
+    assert ("no GPU here but cpu" in capsys.readouterr().err) == (jax.default_backend() != "gpu")
