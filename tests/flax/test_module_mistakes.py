@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import steps
+from flax import nnx
 from steps import DELAYED
 
 import transformer_engine_jax.flax as te_flax
+import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import testing
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (2, 4, 16)))
@@ -40,6 +42,20 @@ LORA = dict(intermediate_dim=32, enable_low_rank_adaptation=True)
 def test_misuse_is_named(module, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(module.init, jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, "half precision", jnp.float8_e4m3fn, np.complex64])
+def test_dtypes_that_are_no_floats_of_modules(dtype):
+    for field, make in (
+        ("DenseGeneral.dtype", lambda: te_flax.DenseGeneral(4, dtype=dtype)),
+        ("LayerNorm.dtype", lambda: te_flax.LayerNorm(dtype=dtype)),
+        ("TransformerLayer.dtype", lambda: te_flax.TransformerLayer(**LAYER, dtype=dtype)),
+        ("DenseGeneral.dtype", lambda: te_nnx.DenseGeneral(4, 4, dtype=dtype, rngs=nnx.Rngs(0))),
+        ("DenseGeneral.param_dtype", lambda: te_flax.DenseGeneral(4, dtype="bfloat16", param_dtype=dtype)),
+    ):
+        with pytest.raises(ValueError, match=f"{field}: expected f32, f16, bf16 or f64, got "):
+            make()
+    assert te_flax.DenseGeneral(4, dtype=None).dtype is None
 
 
 @pytest.mark.parametrize("op", [te_flax.init_state, te_flax.main_grads])

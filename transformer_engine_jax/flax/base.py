@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
-from transformer_engine_jax.modules.checks import check_axes, check_common, check_low_rank, respell
+from transformer_engine_jax.modules.checks import check_axes, check_common, check_dtypes, check_low_rank, respell
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
@@ -50,6 +50,7 @@ class Fp8Module(nn.Module):
 
     def __post_init__(self):
         respell(self)
+        check_dtypes(self)
         super().__post_init__()
 
     @nn.nowrap

@@ -13,6 +13,7 @@ from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES
 from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES
 from transformer_engine_jax.ops.attention.options import SOFTMAX_TYPES
 from transformer_engine_jax.ops.layernorm import check_epsilon
+from transformer_engine_jax.ops.quantize import FLOATS
 from transformer_engine_jax.ops.rope import GROUPS
 
 
@@ -81,6 +82,18 @@ def respell(module: Any) -> None:
         if hasattr(module, field):
             names = canonical_tuple(getattr(module, field))
             setattr(module, field, tuple(name.lower() if isinstance(name, str) else name for name in names))
+
+
+def check_dtypes(module: Any) -> None:
+    """Raises ValueError where a module's dtype is of no float that its products and norms take."""
+    for field in ("dtype", "param_dtype"):
+        value = getattr(module, field, None)
+        try:
+            fits = value is None or np.dtype(value) in (*FLOATS, np.float64)
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"{type(module).__name__}.{field}: expected f32, f16, bf16 or f64, got {value!r}")
 
 
 def check_common(module: Any) -> None:

@@ -14,7 +14,14 @@ from flax import nnx
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
-from transformer_engine_jax.modules.checks import check_axes, check_common, check_low_rank, is_rate, respell
+from transformer_engine_jax.modules.checks import (
+    check_axes,
+    check_common,
+    check_dtypes,
+    check_low_rank,
+    is_rate,
+    respell,
+)
 from transformer_engine_jax.nnx.state import Fp8State, recipe_of_state
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
@@ -59,6 +66,7 @@ class Fp8Module(nnx.Module):
     def freeze_fields(self) -> None:
         """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See respell too."""
         respell(self)
+        check_dtypes(self)
         check_common(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
