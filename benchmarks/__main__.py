@@ -190,8 +190,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         if jax.default_backend() != "gpu" and args.what != "memory":
             print(
-                f"benchmarks {args.what}: no GPU here but {jax.default_backend()}, for which these sizes are large: a "
-                "row may take minutes to hours",
+                f"benchmarks {args.what}: no GPU here but {jax.default_backend()}: of shapes as large as most of "
+                "these, a row takes it minutes to hours",
                 file=sys.stderr,
                 flush=True,
             )

@@ -4,10 +4,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from transformer_engine_jax import testing
 
@@ -30,7 +30,7 @@ import transformer_engine_jax.nnx as te_nnx
 
 process, count, port, folder = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 if count > 1:
-    jax.distributed.initialize(f"localhost:{port}", count, process)
+    jax.distributed.initialize(f"localhost:{port}", count, process, initialization_timeout=120)
 assert jax.device_count() == 4 and jax.local_device_count() == 4 // count
 
 X = np.random.default_rng(0).standard_normal((8, 16, 32), np.float32)
@@ -97,35 +97,44 @@ for name, train in {"linen": linen, "nnx": on_nnx}.items():
 
 
 def start(process: int, count: int, port: int, folder: Path) -> subprocess.Popen:
-    flags = os.environ["XLA_FLAGS"].split()
-    flags = [flag for flag in flags if "device_count" not in flag] + [
-        f"--xla_force_host_platform_device_count={4 // count}"
-    ]
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(process), str(count), str(port), str(folder)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    flags.append(f"--xla_force_host_platform_device_count={4 // count}")
+    with (folder / f"{process}.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(process), str(count), str(port), str(folder)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> dict[int, Path]:
-    """The folder of what was trained, by the number of processes."""
+def run_together(folders: dict[int, Path]) -> None:
+    """One process that trains alone, and two together; where one fails, none is left behind."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    folders = {count: tmp_path_factory.mktemp(f"of_{count}") for count in (1, 2)}
-    running = [start(process, count, port, folder) for count, folder in folders.items() for process in range(count)]
-    for process in running:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output[-4000:]
-    return folders
+    running = {
+        folder / f"{process}.log": start(process, count, port, folder)
+        for count, folder in folders.items()
+        for process in range(count)
+    }
+    try:
+        while any(process.poll() is None for process in running.values()):
+            for log, process in running.items():
+                assert process.poll() in (None, 0), log.read_text()[-4000:]
+            time.sleep(0.1)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
 
 
-@pytest.mark.parametrize("name", ["linen", "nnx"])
-def test_two_processes_train_as_one_does(trained, name):
-    alone, together = (list(np.load(folder / f"{name}.npz").values()) for folder in trained.values())
-    assert len(alone) > 8 and any(x.shape[-2:] == (3, 6) for x in alone), "parameters and states"
-    testing.assert_close(together, alone, 1e-5)
+def test_two_processes_train_as_one_does(tmp_path):
+    folders = {1: tmp_path / "alone", 2: tmp_path / "together"}
+    for folder in folders.values():
+        folder.mkdir()
+    run_together(folders)
+    for name in ("linen", "nnx"):
+        alone, together = (list(np.load(folder / f"{name}.npz").values()) for folder in folders.values())
+        assert len(alone) > 8 and any(x.shape[-2:] == (3, 6) for x in alone), "parameters and states"
+        testing.assert_close(together, alone, 1e-5)

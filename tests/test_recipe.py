@@ -100,3 +100,9 @@ def test_an_unknown_field_raises():
 
 def test_the_path_of_nvidias_package():
     assert transformer_engine_jax.common.recipe.DelayedScaling is recipe.DelayedScaling
+
+
+def test_recipes_that_are_not_there_yet_are_told():
+    with pytest.raises(AttributeError, match="recipe.MXFP8BlockScaling: not there yet; expected DelayedScaling or"):
+        recipe.MXFP8BlockScaling  # noqa: B018
+    assert not hasattr(recipe, "anything")

@@ -21,7 +21,7 @@ from transformer_engine_jax.ops.casts import Quantized, dequantize, quantize
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.dot_general import dot_general, einsum, fp8_dot_general
 from transformer_engine_jax.ops.fused_attn import fused_attn
-from transformer_engine_jax.ops.layernorm import layernorm, rmsnorm
+from transformer_engine_jax.ops.layernorm import Norm, layernorm, rmsnorm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.main_grad import Accumulating
@@ -37,6 +37,7 @@ __all__ = [
     "ContextParallel",
     "GemmState",
     "MeshResource",
+    "Norm",
     "Quantized",
     "QuantizerState",
     "SequenceDescriptor",

@@ -307,7 +307,7 @@ def explain(fn: Callable, /, *args, compile: bool = False, **kwargs) -> Explanat
       An Explanation: `print` it for a table, or read `rows` and `compiled`.
 
     Raises:
-      TypeError: fn is a Linen model, which computes nothing without its variables.
+      TypeError: fn is a Linen model that has variables, but not here.
     """
     traced = trace_of(fn, args, kwargs)
     jaxpr = traced.jaxpr.jaxpr

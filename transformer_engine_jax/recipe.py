@@ -121,11 +121,11 @@ class DelayedScaling(Recipe):
       fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in
-        FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k,
-        n]. The two products of an MLP are decided together, and so are query, key and value: in FP8 where it says so of
-        each kernel. n counts all outputs of a kernel, as of one for queries, keys and values, though `te.explain` has a
-        row for each that is a product of its own. Functions are compared by identity, so a recipe that is made anew at
-        each step is traced anew.
+        FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of the product of
+        x[m, k] and kernel[k, n]. The two products of an MLP are decided together, and so are query, key and value: in
+        FP8 where it says so of each kernel. n counts all outputs of a kernel, of queries, keys and values in one
+        3 * heads * head_dim, though `te.explain` has a row for each product. Functions are compared by identity, so a
+        recipe that is made anew at each step is traced anew.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -173,11 +173,11 @@ class Float8CurrentScaling(Recipe):
       fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in
-        FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of x[m, k] kernel[k,
-        n]. The two products of an MLP are decided together, and so are query, key and value: in FP8 where it says so of
-        each kernel. n counts all outputs of a kernel, as of one for queries, keys and values, though `te.explain` has a
-        row for each that is a product of its own. Functions are compared by identity, so a recipe that is made anew at
-        each step is traced anew.
+        FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of the product of
+        x[m, k] and kernel[k, n]. The two products of an MLP are decided together, and so are query, key and value: in
+        FP8 where it says so of each kernel. n counts all outputs of a kernel, of queries, keys and values in one
+        3 * heads * head_dim, though `te.explain` has a row for each product. Functions are compared by identity, so a
+        recipe that is made anew at each step is traced anew.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
     """
 
@@ -235,3 +235,9 @@ def delayed_scale(recipe: DelayedScaling, history: jax.Array, old_scale: jax.Arr
     scale = jnp.asarray(scale, jnp.float32)
     usable = (amax > 0) & jnp.isfinite(amax) & (scale > 0) & jnp.isfinite(scale)
     return jnp.where(usable, jnp.clip(scale, 1 / _LARGEST_SCALE, _LARGEST_SCALE), old_scale)
+
+
+def __getattr__(name: str):
+    if name in ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe"):
+        raise AttributeError(f"recipe.{name}: not there yet; expected DelayedScaling or Float8CurrentScaling")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.autocast import MeshResource, current
 from transformer_engine_jax.partition import dividing, names_of
+from transformer_engine_jax.tracing import level_of_user
 
 # Logical axes that the modules use: of activations batch, seqlen, seqlen_tp (between the products, under sequence
 # parallelism), embed_activations, heads, mlp; of parameters embed (of the residual stream), mlp and heads (what tensor
@@ -29,11 +30,19 @@ FREE = PartitionSpec.UNCONSTRAINED
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
+# What NVIDIA's modules call our logical axes.
+NVIDIAS = {
+    "nvte_batch": "batch", "nvte_seqlen": "seqlen", "nvte_seqlen_tp": "seqlen_tp", "nvte_head": "heads",
+    "nvte_hidden": "act", "nvte_hidden_tp": "mlp", "nvte_joined": "act", "nvte_w_no_shard": "act",
+    "nvte_w_fsdp": "embed", "nvte_w_tp": "mlp", "nvte_w_joined": "act",
+}  # fmt: skip
+
+
 def logical_axis_rules(resource: MeshResource) -> tuple[tuple[str, str | tuple[str, ...] | None], ...]:
-    """Logical axis -> mesh axes under a MeshResource."""
+    """Logical axis -> mesh axes under a MeshResource, by our names and by NVIDIA's."""
     batch = tuple(dict.fromkeys(a for a in (resource.dp_resource, resource.fsdp_resource) if a))
     tensor = _tensor_axis(resource)
-    return (
+    rules = (
         ("batch", batch or None),
         ("seqlen", resource.cp_resource),
         ("seqlen_tp", tuple(a for a in (resource.cp_resource, tensor) if a) or None),
@@ -45,6 +54,7 @@ def logical_axis_rules(resource: MeshResource) -> tuple[tuple[str, str | tuple[s
         ("lora", None),
         ("relpos_buckets", None),
     )
+    return rules + tuple((theirs, dict(rules)[ours]) for theirs, ours in NVIDIAS.items())
 
 
 def tensor_parallel() -> bool:
@@ -131,10 +141,10 @@ def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
       ValueError: axes are given, but not one for each axis of x, or one twice; or the mesh has not what a rule, or the
         MeshResource, names.
     """
-    resource = current().mesh_resource
-    for name in (resource.dp_resource, resource.tp_resource, resource.tpsp_resource, resource.fsdp_resource):
-        _size(name)
-    _size(resource.cp_resource)
+    mesh, said = jax.sharding.get_abstract_mesh(), current().mesh_resource
+    if not mesh.are_all_axes_manual:  # as of a shard_map, whose mesh may be another
+        for name in (said.dp_resource, said.tp_resource, said.tpsp_resource, said.fsdp_resource, said.cp_resource):
+            _size(name)
     if not axes:
         return x
     if len(axes) != x.ndim:
@@ -142,7 +152,6 @@ def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
     names = [name for name in axes if isinstance(name, str)]
     if len(set(names)) < len(names):
         raise ValueError(f"constrain: expected each logical axis once, got {tuple(axes)}")
-    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         _check_no_other_mesh()
         return _flax().with_logical_constraint(x, tuple(axes)) if _flax() else x
@@ -233,7 +242,7 @@ def _check_no_other_mesh() -> None:
             "MeshResource: the mesh of `with mesh:` is not seen while a function is traced, so activations are sharded "
             "as the compiler likes; enter it by `with jax.set_mesh(mesh):`",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=level_of_user(),
         )
 
 

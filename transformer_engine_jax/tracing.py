@@ -14,6 +14,8 @@ from jax.extend.core import set_current_trace
 
 def kept_on(trace, name: str) -> dict:
     """A dictionary that lives as long as a trace, under this name."""
+    if type(trace).__name__ == "ShardMapTrace":  # of one that runs at once, of which nobody takes a gradient
+        return {}
     if not hasattr(trace, "__dict__"):  # a function's that is jitted or rematerialised; this much of it has one
         trace = getattr(getattr(trace, "frame", None), "constid_to_tracer", None)
     if hasattr(trace, "__dict__"):
@@ -22,7 +24,7 @@ def kept_on(trace, name: str) -> dict:
         f"transformer_engine_jax: nothing can be kept on a trace of JAX {jax.__version__}: FP8 states and main_grads "
         "of modules that a step calls several times may count several times; expected JAX 0.10 to 0.12",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=level_of_user(),
     )
     return {}
 
@@ -58,12 +60,7 @@ def trace_of(fn: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ja
 
     Keywords of one that is not jitted are static where they hold Python's bools or strings.
     """
-    linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
-    if linen and isinstance(fn, linen.Module) and fn.scope is None:
-        raise TypeError(
-            f"expected a function, got a Linen {type(fn).__name__}, which computes nothing without its variables: give "
-            "its `apply`, and then the variables"
-        )
+    nnx = sys.modules.get("flax.nnx")
     if nnx and isinstance(fn, nnx.Module):
         fn, args = lambda model, *args, **kwargs: model(*args, **kwargs), (fn, *args)
     if not hasattr(fn, "trace"):
@@ -72,5 +69,23 @@ def trace_of(fn: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ja
         switches = {k: v for k, v in kwargs.items() if any(isinstance(x, bool | str) for x in jax.tree.leaves(v))}
         kwargs = {k: v for k, v in kwargs.items() if k not in switches}
         fn = (nnx.jit if takes_nnx else jax.jit)(functools.partial(fn, **switches))
-    traced = fn.trace(*args, **kwargs)
+    try:
+        traced = fn.trace(*args, **kwargs)
+    except Exception as error:
+        if type(error).__name__ != "CallCompactUnboundModuleError":
+            raise
+        raise TypeError(
+            "expected a function, got a Linen module, which has no variables: give its `apply`, and then its variables"
+        ) from error
     return getattr(traced, "traced", traced)  # nnx.jit's has JAX's in it
+
+
+def level_of_user() -> int:
+    """The stacklevel of its caller's warning: of the innermost function that is not ours, Flax's or JAX's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USER:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+_NOT_THE_USER = (__name__.split(".")[0], "flax", "jax", "contextlib", "functools")

@@ -1,5 +1,6 @@
 """Every field of every module does something, and reaches the modules inside that it is for."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -218,6 +219,26 @@ def test_numbers_of_numpy_and_jax_are_pythons(name, field, half):
     assert type(getattr(module, field)) is type(getattr(module.clone(), field)) is float
     rate = jax.jit(lambda: getattr(te_flax, name)(**BASE.get(name, {}) | {field: half}).clone().__dict__[field])()
     assert rate == 0.5
+
+
+def test_numbers_that_a_program_computes():
+    def adapted(alpha):
+        module = te_flax.DenseGeneral(8, enable_low_rank_adaptation=True, low_rank_adaptation_alpha=alpha)
+        return module.init_with_output(jax.random.key(0), X.astype(jnp.bfloat16))[0]
+
+    assert jax.eval_shape(adapted, 8.0).dtype == jnp.bfloat16
+    assert jax.eval_shape(jax.vmap(adapted), jnp.arange(3.0)).shape[0] == 3
+
+
+class OfAUser(te_flax.DenseGeneral):
+    temperature: Any = None
+    later: int = dataclasses.field(init=False)
+
+
+@pytest.mark.parametrize("temperature", [np.float32(0.5), jnp.float32(0.5), jax.random.key(0)])
+def test_fields_of_a_user_s_own_stay(temperature):
+    module = OfAUser(8, temperature=temperature, low_rank_adaptation_alpha=np.float32(2))
+    assert module.temperature is temperature and type(module.low_rank_adaptation_alpha) is float
 
 
 def test_a_name_alone_may_be_spelled_as_nvidias_are():

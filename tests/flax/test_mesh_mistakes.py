@@ -50,6 +50,27 @@ def test_mesh_axes_that_do_not_exist_are_named_where_nothing_has_axes(field):
             jax.eval_shape(module.init, jax.random.key(0), X)
 
 
+@pytest.mark.parametrize("resource", [te.MeshResource(dp_resource="data"), te.MeshResource(cp_resource="data")])
+def test_a_users_own_shard_map_may_be_over_another_mesh(resource):
+    stages = testing.mesh_of((4,), ("stage",))
+    run = jax.shard_map(MODULE.apply, mesh=stages, in_specs=(P(), P("stage")), out_specs=P("stage"), check_vma=False)
+    with te.autocast(False, mesh_resource=resource):
+        got = jax.jit(run)(*testing.shard(stages, (VARIABLES, X), (jax.tree.map(lambda _: P(), VARIABLES), P("stage"))))
+    assert got[0].shape == X.shape
+
+
+@pytest.mark.parametrize("theirs, mesh_axes", [
+    (("nvte_w_fsdp", "nvte_w_joined", "nvte_w_tp"), P("data", None, "model")),
+    (("nvte_batch", "nvte_seqlen", "nvte_hidden"), P("data", None, None)),
+    (("nvte_batch", "nvte_seqlen_tp", "nvte_w_no_shard"), P("data", "model", None)),
+    (("nvte_head", "nvte_joined", "nvte_w_joined"), P("model", None, None)),
+    (("nvte_batch", "nvte_seqlen", "nvte_hidden_tp"), P("data", None, "model")),
+])  # fmt: skip
+def test_logical_axes_by_nvidias_names(theirs, mesh_axes):
+    with testing.on_mesh(MESH), te.autocast(mesh_resource=te.MeshResource(fsdp_resource="data", tp_resource="model")):
+        assert nn.logical_to_mesh_axes(theirs, te_flax.extend_logical_axis_rules(())) == mesh_axes
+
+
 def test_mesh_axes_of_rules_that_do_not_exist_are_named():
     with testing.on_mesh(MESH), nn.logical_axis_rules([("batch", "dat")]):
         with pytest.raises(ValueError, match=r"\['data', 'model'\], .* got \['dat'\] by flax"):

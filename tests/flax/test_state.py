@@ -260,6 +260,34 @@ def test_calls_that_write_collections_of_their_own(model, kwargs, has_cache):
     assert te_flax.main_grads(model, given, x, **kwargs)
 
 
+class Sows(nn.Module):
+    """What is sown may be anything, and need not fit the transform that it is in."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        y = DenseGeneral(16, name="dense")(x)
+        if self.how == "a name":
+            self.sow("intermediates", "name", "layer0")
+        elif self.how == "in a branch":
+            sown = lambda module, y: (module.sow("intermediates", "y", y), y)[1]
+            y = nn.cond(y.sum() > 0, sown, lambda module, y: y, self, y)
+        else:
+            body = lambda module, y, _: (module.sow("intermediates", "y", y), (y, None))[1]
+            y, _ = nn.scan(body, variable_carry="intermediates", length=2)(self, y, None)
+        return y
+
+
+@pytest.mark.parametrize("how", ["a name", "in a branch", "in a scan"])
+def test_what_modules_sow_is_no_matter(how):
+    variables = steps.init(Sows("a name"), X)
+    with steps.autocast(DELAYED):
+        made = te_flax.init_state(Sows(how), {"params": variables["params"]}, X)
+    assert set(made) == {"params", STATE_COLLECTION}
+    assert set(te_flax.main_grads(Sows(how), {"params": variables["params"]}, X)) == {"dense"}
+
+
 def test_a_recipe_without_a_state_needs_no_collection():
     variables = steps.init(MLP, X, deterministic=True)
     with steps.autocast(CURRENT):

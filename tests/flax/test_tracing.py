@@ -1,15 +1,18 @@
 """A model of many layers, one after the other, is traced and lowered in seconds: what remains is XLA's to compile."""
 
 import time
+import warnings
 
 import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
-from transformer_engine_jax import recipe
+import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.flax import TransformerLayer
 from transformer_engine_jax.tracing import kept_on
 
@@ -52,6 +55,17 @@ def test_32_layers_are_traced_and_lowered_in_seconds():
     assert took < SECONDS
     _, (grads, states) = lowered.out_info
     assert len(grads) == len(jax.tree.leaves(states)) // 5 == 32  # of each layer, and of its five products
+
+
+def test_a_shard_map_that_runs_at_once_is_no_unknown_jax():
+    mesh = testing.mesh_of((2,), ("data",))
+    module, x = te_flax.DenseGeneral(8), jnp.ones((4, 8))
+    with te.autocast(True):
+        variables = module.init(jax.random.key(0), x)
+        run = jax.shard_map(module.apply, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            run(variables, x)
 
 
 def test_a_trace_of_an_unknown_jax_is_told_of():

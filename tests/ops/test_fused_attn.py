@@ -86,3 +86,19 @@ def test_options():
 def test_misuse(qkv, options, message):
     with pytest.raises(ValueError, match=message):
         te.fused_attn(qkv, **options)
+
+
+@pytest.mark.parametrize("mask", ["causal_padding", "PADDING_CAUSAL", "PADDING_CAUSAL_MASK"])
+def test_names_may_be_spelled_as_nvidias_are(mask):
+    options = dict(qkv_layout="THD_THD_THD", sequence_descriptor=LENGTHS, softmax_type="VANILLA_SOFTMAX")
+    expected = te.fused_attn(
+        (Q, K, V), qkv_layout="thd_thd_thd", attn_mask_type="padding_causal", sequence_descriptor=LENGTHS
+    )
+    testing.assert_same_bytes(te.fused_attn((Q, K, V), attn_mask_type=mask, **options), expected)
+
+
+@pytest.mark.parametrize("seed", [jax.random.split(jax.random.PRNGKey(0), 8), jax.random.split(jax.random.key(0), 8)])
+def test_one_key_for_all_devices(seed):
+    with pytest.raises(ValueError, match="seed: expected one key of jax.random, which is not split by device, got .*8"):
+        te.fused_attn((Q, K, V), dropout_probability=0.1, seed=seed)
+    te.fused_attn((Q, K, V), dropout_probability=0.1, seed=seed[0])

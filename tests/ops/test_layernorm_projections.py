@@ -142,3 +142,19 @@ def test_lists_will_do():
     arrays, _ = inputs("qkv, biases")
     got = layernorm_projections(*jax.tree.map(lambda a: a.tolist(), arrays))
     testing.assert_same_bytes(got, layernorm_projections(*arrays))
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_the_state_of_each_product_is_looked_at(left_out):
+    """The warning of a state without its gradient is not of the first product alone."""
+    states = [te.GemmState.create(emulated.DELAYED) for _ in range(2)]
+
+    def loss(kernels, state):
+        given = [state, states[left_out]] if left_out else [states[left_out], state]
+        quantizers = [te.gemm_quantizers(s, emulated.DELAYED) for s in given]
+        ys, _ = layernorm_projections(jnp.ones(X), jnp.ones(K), None, kernels, [None, None], quantizers=quantizers)
+        return sum(jnp.sum(y) for y in ys)
+
+    with pytest.warns(RuntimeWarning, match="a kernel's gradient is taken and its state's is not") as warned:
+        jax.grad(loss, argnums=(0, 1))([jnp.ones((K, 32)), jnp.ones((K, 16))], states[1 - left_out])
+    assert len(warned) == 1

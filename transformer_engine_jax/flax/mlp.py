@@ -26,9 +26,9 @@ class LayerNormMLP(Fp8Module):
     `wo_bias`. activations: names or functions, one for each input of the product: ("gelu",), ("silu", "linear"), ...
     activation_params: limit, alpha and glu_linear_offset of ("clamped_silu", "clamped_linear"), by default GPT-OSS's.
     quantization_checkpoint_name: the name of what is quantized for checkpoint policies. With intermediate dropout,
-    LoRA, return_layernorm_output (of x without a norm) or activations without a kernel (see te.activation) the stages
-    run one by one, else fused. intermediate_hidden_dropout_dims: axes of [.., intermediate_dim] along which what is
-    dropped is the same. transpose_batch_sequence: for NVIDIA's signature; tokens may lie in any order.
+    LoRA, return_layernorm_output (without a norm it is x) or activations without a kernel (see te.activation) the
+    stages run one by one, else fused. intermediate_hidden_dropout_dims: axes of [.., intermediate_dim] along which what
+    is dropped is the same. transpose_batch_sequence: for NVIDIA's signature; tokens may lie in any order.
     """
 
     intermediate_dim: int = 2048

@@ -9,9 +9,10 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core.scope import union_filters
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.flax.base import STATE_COLLECTION
+from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, STATE_COLLECTION
 from transformer_engine_jax.quantized import QuantizerStates
 from transformer_engine_jax.recipe import DelayedScaling
 
@@ -23,7 +24,7 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
       model: any Linen module.
       variables: of the model, with or without FP8 state. What no recipe needs stays, as does state that fits.
       args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs. The call may
-        write all collections but "params", whatever it says of `mutable`.
+        write the state and what its `mutable` names; where it says nothing, all but "params" and "intermediates".
 
     Returns:
       All collections of `variables`, and the state's where a recipe needs one.
@@ -70,9 +71,12 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
-def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs) -> Any:
-    """The collections that a call would write which may write all but "params", as jax.ShapeDtypeStructs."""
-    kwargs = {**kwargs, "mutable": flax.core.DenyList("params")}
+def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs) -> dict[str, Any]:
+    """Our collections as a call would make them, as jax.ShapeDtypeStructs."""
+    ours = (STATE_COLLECTION, MAIN_GRADS_COLLECTION)
+    # What modules sow is not written, as init does not: it may be anything, and not fit the transforms that it is in.
+    mutable = kwargs.get("mutable", flax.core.DenyList(("params", "intermediates")))
+    kwargs = {**kwargs, "mutable": union_filters(mutable, list(ours))}
     given, tree = jax.tree.flatten((args, kwargs))
     arrays = [i for i, x in enumerate(given) if hasattr(x, "shape") and hasattr(x, "dtype")]
 
@@ -81,6 +85,7 @@ def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs)
         for i, value in zip(arrays, values):
             leaves[i] = value
         args, kwargs = jax.tree.unflatten(tree, leaves)
-        return model.apply(variables, *args, **kwargs)[1]
+        made = model.apply(variables, *args, **kwargs)[1]
+        return {name: made[name] for name in ours if name in made}
 
     return jax.eval_shape(run, variables, [given[i] for i in arrays])

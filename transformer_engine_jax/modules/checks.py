@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import jax
 import numpy as np
 
 from transformer_engine_jax.ops.attention.context_parallel import STRATEGIES
-from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES
+from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, respelled
 from transformer_engine_jax.ops.attention.options import SOFTMAX_TYPES
 from transformer_engine_jax.ops.layernorm import check_epsilon
 from transformer_engine_jax.ops.quantize import FLOATS
@@ -47,21 +49,12 @@ CHOICES = {
 }
 
 
-def respelled(name: Any, allowed: Sequence) -> Any:
-    """The one of `allowed` that a name is in other letters, without or with other underscores, or in another order.
-
-    NVIDIA's modules take "BSHD_BSHD_BSHD", "RMSNorm" and "causal_padding". A name of none is given back as it is.
-    """
-    if name in allowed:
-        return name
-    if not isinstance(name, str):
-        return "none" if name is None and "none" in allowed else name
-    words = lambda text: text.lower().strip().replace("-", "_").split("_")
-    for key in ("".join, sorted):
-        found = [one for one in allowed if one and key(words(one)) == key(words(name))]
-        if found:
-            return found[0]
-    return name
+@functools.cache
+def _fields(cls: type) -> list[str]:
+    """The fields of a class that this package declares, not a user's class of it."""
+    declaring = [base for base in cls.__mro__ if base.__module__.split(".")[0] == __name__.split(".")[0]]
+    ours = {name for base in declaring for name in inspect.get_annotations(base)}
+    return [field.name for field in dataclasses.fields(cls) if field.name in ours]
 
 
 def respell(module: Any) -> None:
@@ -70,11 +63,11 @@ def respell(module: Any) -> None:
 
     They have dtypes of their own, to which results of 16 bits would be widened.
     """
-    for field in dataclasses.fields(module):
-        value = getattr(module, field.name)
-        known = isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
-        if known and value.ndim == 0:
-            setattr(module, field.name, value.item())
+    for field in _fields(type(module)):
+        value = getattr(module, field, None)
+        if hasattr(value, "dtype") and isinstance(value, np.generic | np.ndarray | jax.Array) and value.size == 1:
+            if not isinstance(value, jax.core.Tracer):
+                setattr(module, field, value.item())
     for field, allowed in CHOICES.items():
         if hasattr(module, field):
             setattr(module, field, respelled(getattr(module, field), allowed))
@@ -138,8 +131,9 @@ def check_axes(module: Any, name: str, axes: Sequence[str | None], shape: Sequen
 
 
 def is_number(value: Any) -> bool:
-    """Whether a field, respelled, is one real number."""
-    return isinstance(value, int | float)
+    """Whether a field, respelled, is one real number, which may be traced."""
+    traced = isinstance(value, jax.core.Tracer) and value.ndim == 0 and value.dtype.kind in "iuf"
+    return traced or isinstance(value, int | float)
 
 
 def is_rate(value: Any) -> bool:

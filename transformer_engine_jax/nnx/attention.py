@@ -29,14 +29,14 @@ from transformer_engine_jax.modules.attention import (
     rotated_qkv,
     rotations,
 )
-from transformer_engine_jax.modules.checks import check_positive, respelled
+from transformer_engine_jax.modules.checks import check_positive
 from transformer_engine_jax.nnx.base import Fp8Module, module
 from transformer_engine_jax.nnx.dense import DenseGeneral, LayerNormDenseGeneral
 from transformer_engine_jax.nnx.dot_product_attention import DotProductAttention
 from transformer_engine_jax.nnx.layernorm import LayerNorm
 from transformer_engine_jax.ops.attention import SequenceDescriptor
 from transformer_engine_jax.ops.attention.decode import KVCache
-from transformer_engine_jax.ops.attention.layouts import MASK_TYPES
+from transformer_engine_jax.ops.attention.layouts import MASK_TYPES, respelled
 from transformer_engine_jax.ops.dropout import Residual
 from transformer_engine_jax.sharding import constrain
 

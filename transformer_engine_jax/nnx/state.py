@@ -45,7 +45,7 @@ class Fp8State(nnx.Variable):
     def states(self) -> QuantizerStates | None:
         """What it holds; its tensors' are attributes here too: gemm_state.x.scale. None where it is not ours.
 
-        All but attention's value, for Variable.value is the array: attention_state.states.value.
+        The state of attention's values is attention_state.states.value, for Variable.value is another thing.
         """
         value, kind = self.get_value(), self.get_metadata().get("kind")
         return None if kind is None and not isinstance(value, QuantizerStates) else _states(value, kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 
 from transformer_engine_jax.ops.quantize import FLOATS
 from transformer_engine_jax.quantizers import GemmQuantizers
+from transformer_engine_jax.tracing import level_of_user
 
 
 def check_quantizers(op: str, *quantizers: GemmQuantizers | None) -> None:
@@ -60,19 +60,8 @@ def _check_differentiated(kernel, of_state) -> None:
             "scales. Its next value is its gradient: differentiate with respect to all variables, params and "
             "_overwrite_with_gradient, or in NNX by argnums=nnx.DiffState(0, te_nnx.TRAINED) and te_nnx.update_state",
             RuntimeWarning,
-            stacklevel=_level_of_user(),
+            stacklevel=level_of_user(),
         )
-
-
-def _level_of_user() -> int:
-    """The stacklevel, for its caller's warning, of the innermost function that is not ours, Flax's or JAX's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USER:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-_NOT_THE_USER = (__name__.split(".")[0], "flax", "jax", "contextlib", "functools")
 
 
 def check_residual(op: str, residual, shape, dtype) -> None:

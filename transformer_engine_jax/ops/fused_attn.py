@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention
-from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, unpack
-from transformer_engine_jax.ops.attention.options import as_window
+from transformer_engine_jax.ops.attention.layouts import BIAS_TYPES, LAYOUTS, MASK_TYPES, is_packed, respelled, unpack
+from transformer_engine_jax.ops.attention.options import SOFTMAX_TYPES, as_window
 from transformer_engine_jax.quantizers import AttentionQuantizers
 
 
@@ -41,7 +42,7 @@ def fused_attn(
       sequence_descriptor: which tokens belong to which sequence.
       scaling_factor: None means 1 / sqrt(D).
       softmax_type: "vanilla", "off_by_one" or "learnable", which takes softmax_offset f32[H].
-      dropout_probability: of a weight; seed: a key of jax.random, None drops nothing.
+      dropout_probability: of a weight; seed: one key of jax.random, None drops nothing.
       window_size: (left, right) keys seen beside its own position, -1 for all.
       quantizers: of attention_quantizers, for a forward pass in FP8; see dot_product_attention.
 
@@ -49,11 +50,13 @@ def fused_attn(
       [B, S, H, D of value] in query's dtype; zeros for a query that sees no key.
 
     Raises:
-      ValueError: an unknown name, arrays that are not those of the layout, or shapes that do not fit.
+      ValueError: an unknown name, arrays that are not those of the layout, several keys, or shapes that do not fit.
     """
-    _one_of("attn_mask_type", attn_mask_type, MASK_TYPES)
-    _one_of("attn_bias_type", attn_bias_type, BIAS_TYPES)
-    _one_of("qkv_layout", qkv_layout, tuple(LAYOUTS))
+    attn_mask_type = _one_of("attn_mask_type", attn_mask_type, MASK_TYPES)
+    attn_bias_type = _one_of("attn_bias_type", attn_bias_type, BIAS_TYPES)
+    qkv_layout = _one_of("qkv_layout", qkv_layout, tuple(LAYOUTS))
+    softmax_type = _one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
+    _check_key(seed)
     padded, packed = "padding" in attn_mask_type, is_packed(qkv_layout)
     query, key, value = unpack("fused_attn", qkv, qkv_layout)
     if (sequence_descriptor is not None) != padded or (packed and not padded):
@@ -87,6 +90,18 @@ def fused_attn(
     )  # fmt: skip
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    found = respelled(value, allowed)
+    if found not in allowed:
         raise ValueError(f"fused_attn: {name}: expected one of {list(allowed)}, got {value!r}")
+    return found
+
+
+def _check_key(seed) -> None:
+    if seed is None or (jax.dtypes.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key) and not jnp.shape(seed)):
+        return
+    if jnp.shape(seed) != jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape:
+        raise ValueError(
+            "fused_attn: seed: expected one key of jax.random, which is not split by device, got "
+            f"{jnp.result_type(seed)}{list(jnp.shape(seed))}"
+        )

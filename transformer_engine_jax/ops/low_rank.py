@@ -25,4 +25,7 @@ def low_rank(x, a, b, *, k_axes: int = 1, alpha: float | None = None) -> jax.Arr
     down = down.reshape(*x.shape[: x.ndim - k_axes], stack, dim)
     up = jnp.einsum("...sr,srn->...sn", down, b.astype(x.dtype).reshape(stack, dim, b.shape[-1]))
     features = (*b.shape[:-2], b.shape[-1])
-    return (up * (1.0 if alpha is None else alpha / dim)).reshape(*x.shape[: x.ndim - k_axes], *features)
+    factor = 1.0 if alpha is None else alpha / dim
+    if isinstance(factor, jax.Array):  # traced: it must not widen the result
+        factor = factor.astype(up.dtype)
+    return (up * factor).reshape(*x.shape[: x.ndim - k_axes], *features)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,26 @@ LAYOUTS = {
     "thd_t2hd": (1, 2),
     "t3hd": (3,),
 }
+
+
+def respelled(name: Any, allowed: Sequence) -> Any:
+    """The one of `allowed` that a name is in other letters, without or with other underscores, or in another order.
+
+    NVIDIA's modules take "BSHD_BSHD_BSHD", "RMSNorm" and "causal_padding", and have PADDING_CAUSAL_MASK and
+    VANILLA_SOFTMAX among their enumerations. A name of none is given back as it is.
+    """
+    if name in allowed:
+        return name
+    if not isinstance(name, str):
+        return "none" if name is None and "none" in allowed else name
+    words = lambda text: text.lower().strip().replace("-", "_").split("_")
+    given = words(name)
+    kinds = [given, given[:-1]] if given[-1] in ("mask", "softmax") else [given]
+    for spelling, key in itertools.product(kinds, ("".join, sorted)):
+        found = [one for one in allowed if one and key(words(one)) == key(spelling)]
+        if found:
+            return found[0]
+    return name
 
 
 def is_packed(qkv_layout: str) -> bool:
