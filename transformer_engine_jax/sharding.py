@@ -165,11 +165,12 @@ def constrain(x: jax.Array, axes: Axes, *, whole: bool = False) -> jax.Array:
             f"by flax.linen.logical_axis_rules or {current().mesh_resource}"
         )
     # To be whole along the sequence says something where it may be sharded between the products.
-    gathers = "seqlen" in axes and any(name == "seqlen_tp" and to for name, to in _rules())
+    ours = [NVIDIAS.get(name, name) for name in axes]
+    gathers = "seqlen" in ours and any(name == "seqlen_tp" and to for name, to in _rules())
     if all(entry in (None, FREE) for entry in spec) and not (gathers or whole):
         return x
     # A batch's owner has it as it is.
-    free = [name is FREE or (name == "batch" and entry is None) for name, entry in zip(axes, spec)]
+    free = [name is FREE or (name == "batch" and entry is None) for name, entry in zip(ours, spec)]
     if mesh.explicit_axes:
         own = jax.typeof(x).sharding.spec
         given = [o if f else _among(s, mesh.explicit_axes, n) for f, o, s, n in zip(free, own, spec, x.shape)]

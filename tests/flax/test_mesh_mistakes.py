@@ -71,6 +71,14 @@ def test_logical_axes_by_nvidias_names(theirs, mesh_axes):
         assert nn.logical_to_mesh_axes(theirs, te_flax.extend_logical_axis_rules(())) == mesh_axes
 
 
+def test_a_batch_by_nvidias_name_stays_where_it_is():
+    with testing.on_mesh(MESH), te.autocast(mesh_resource=te.MeshResource(tp_resource="model")):
+        x = testing.shard(MESH, X, P("data"))
+        for batch, features in (("batch", "mlp"), ("nvte_batch", "nvte_hidden_tp")):
+            y = jax.jit(lambda x, axes: constrain(x, axes), static_argnums=1)(x, (batch, None, features))
+            assert y.sharding.spec == P("data", None, "model")
+
+
 def test_mesh_axes_of_rules_that_do_not_exist_are_named():
     with testing.on_mesh(MESH), nn.logical_axis_rules([("batch", "dat")]):
         with pytest.raises(ValueError, match=r"\['data', 'model'\], .* got \['dat'\] by flax"):

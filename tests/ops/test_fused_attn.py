@@ -97,8 +97,10 @@ def test_names_may_be_spelled_as_nvidias_are(mask):
     testing.assert_same_bytes(te.fused_attn((Q, K, V), attn_mask_type=mask, **options), expected)
 
 
-@pytest.mark.parametrize("seed", [jax.random.split(jax.random.PRNGKey(0), 8), jax.random.split(jax.random.key(0), 8)])
-def test_one_key_for_all_devices(seed):
-    with pytest.raises(ValueError, match="seed: expected one key of jax.random, which is not split by device, got .*8"):
+@pytest.mark.parametrize("key", [jax.random.PRNGKey(0), jax.random.key(0)], ids=["raw", "typed"])
+@pytest.mark.parametrize("devices", [2, 8])
+def test_one_key_for_all_devices(key, devices):
+    seed = jax.random.split(key, devices)
+    with pytest.raises(ValueError, match=f"seed: expected one key of jax.random, .* by device, got .*{devices}"):
         te.fused_attn((Q, K, V), dropout_probability=0.1, seed=seed)
     te.fused_attn((Q, K, V), dropout_probability=0.1, seed=seed[0])

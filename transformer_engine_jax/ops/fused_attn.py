@@ -98,9 +98,11 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
 
 
 def _check_key(seed) -> None:
-    if seed is None or (jax.dtypes.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key) and not jnp.shape(seed)):
+    if seed is None:
         return
-    if jnp.shape(seed) != jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape:
+    typed = jax.dtypes.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
+    one = jax.eval_shape(lambda: jax.random.key(0) if typed else jax.random.PRNGKey(0))
+    if jnp.shape(seed) != one.shape:
         raise ValueError(
             "fused_attn: seed: expected one key of jax.random, which is not split by device, got "
             f"{jnp.result_type(seed)}{list(jnp.shape(seed))}"
