@@ -226,7 +226,7 @@ def test_numbers_that_a_program_computes():
         module = te_flax.DenseGeneral(8, enable_low_rank_adaptation=True, low_rank_adaptation_alpha=alpha)
         return module.init_with_output(jax.random.key(0), X.astype(jnp.bfloat16))[0]
 
-    assert jax.eval_shape(adapted, 8.0).dtype == jnp.bfloat16
+    assert jax.eval_shape(adapted, jnp.float32(8)).dtype == jnp.bfloat16
     assert jax.eval_shape(jax.vmap(adapted), jnp.arange(3.0)).shape[0] == 3
 
 
