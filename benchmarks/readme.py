@@ -197,7 +197,7 @@ def _columns(document: dict) -> int:
 
 
 def _in_words(shape: Shape) -> str:
-    heads = f"{shape.heads} heads" + (f", {shape.groups} of keys" if shape.groups != shape.heads else "")
+    heads = f"{shape.heads} heads" + (f", {shape.groups} kv heads" if shape.groups != shape.heads else "")
     packed = f", {shape.documents} documents a row" if shape.documents > 1 else ""
     dropout = f", dropout {shape.dropout}" if shape.dropout else ""
     relative = ", relative positions" if shape.relative else ""

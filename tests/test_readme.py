@@ -1,4 +1,4 @@
-"""What the README and MIGRATION.md say is so: blocks of Python run as they stand, names and tests exist.
+"""What README, GUIDE and MIGRATION.md say is so: blocks of Python run as they stand, names and tests exist.
 
 And the JAX example that users bring along runs.
 """
@@ -20,7 +20,7 @@ import transformer_engine_jax.nnx as te_nnx
 from transformer_engine_jax import recipe
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "MIGRATION.md")}
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "GUIDE.md", "MIGRATION.md")}
 BLOCKS = {name: re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S) for name, page in PAGES.items()}
 CODE = [
     pytest.param(name, code, id=f"{name}-{i}")
@@ -38,6 +38,23 @@ def test_all_blocks_are_run_or_plain_text():
 @pytest.mark.parametrize("name, code", CODE)
 def test_block(name, code):
     exec(compile(code, name, "exec"), {"__name__": "page"})
+
+
+def anchors(page: str) -> set[str]:
+    """What links of GitHub's name the headings of a page by."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "benchmarks/README.md", "benchmarks/NOTES.md"])
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    links = re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text())
+    for path, anchor in links:
+        assert "://" not in path, f"{path}: a page elsewhere, which no test can look up"
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{name}: no {path}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{name}: no heading #{anchor} in {target.name}"
 
 
 # --- The tables of MIGRATION.md --------------------------------------------------------------------------------------
