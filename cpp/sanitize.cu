@@ -330,23 +330,33 @@ void long_products(int64_t rows, int64_t cols, int64_t k) {
 // `few`: in one dtype, and one row is left out, for racecheck, which takes minutes; `products`: those alone.
 int main(int count, char** arguments) {
   using namespace te;
-  const std::set<std::string> given(arguments + 1, arguments + count);
-  const bool all = !given.count("few"), kernels = !given.count("products");
+  std::set<std::string> parts(arguments + 1, arguments + count);
+  const bool all = !parts.erase("few");
+  const auto named = [&](const char* part) { return parts.empty() || parts.count(part); };
   for (const DType dtype : all ? std::vector<DType>{kBf16, kF32} : std::vector<DType>{kBf16}) {
     for (const int64_t rows : all ? std::vector<int64_t>{1, 130} : std::vector<int64_t>{130}) {
-      if (!kernels) break;
-      for (const int64_t cols : {40, 257, 1024}) casts(rows, cols, dtype), activations(rows, cols, dtype);
-      for (const int64_t cols : {40, 257, 1024, 1536, 4096, 16384}) norms(rows, cols, dtype);
-      for (const int64_t features : {24, 130}) rotations(rows, features, dtype), packed_rows(rows, features, dtype);
-      for (const int64_t cols : {40, 257}) dropouts(rows, cols, dtype);
+      for (const int64_t cols : {40, 257, 1024}) {
+        if (named("casts")) casts(rows, cols, dtype);
+        if (named("activations")) activations(rows, cols, dtype);
+      }
+      for (const int64_t cols : {40, 257, 1024, 1536, 4096, 16384})
+        if (named("norms")) norms(rows, cols, dtype);
+      for (const int64_t features : {24, 130}) {
+        if (named("rotations")) rotations(rows, features, dtype);
+        if (named("packed")) packed_rows(rows, features, dtype);
+      }
+      for (const int64_t cols : {40, 257})
+        if (named("dropouts")) dropouts(rows, cols, dtype);
       for (const int64_t keys : {24, 300, 1000, 1032, 2056, 4104, 8200, 16400})
-        softmaxes(std::min<int64_t>(rows, 5), keys, dtype);
+        if (named("softmaxes")) softmaxes(std::min<int64_t>(rows, 5), keys, dtype);
       std::printf("%d calls\n", calls), std::fflush(stdout);
     }
   }
-  if (kernels) norms(1200, 16384, kBf16), states(1), states(5);  // of the norms, more strips than clusters hold at once
-  products();
-  long_products(300, 240, 1040);
-  if (all) long_products(4500, 1616, 1552);  // more tiles than clusters run at once
+  if (named("turns")) norms(1200, 16384, kBf16);  // more strips than clusters hold at once
+  if (named("states")) states(1), states(5);
+  if (named("products")) products(), long_products(300, 240, 1040);
+  if (named("products") && all) long_products(4500, 1616, 1552);  // more tiles than clusters run at once
   std::printf("%d calls\n", calls);
 }
+
+}  // namespace te

@@ -98,6 +98,34 @@ def test_lengths_of_padded_rows(bottom_right):
         testing.assert_close([got, *vjp(jnp.asarray(DY))], [out, *grads], F32)
 
 
+@pytest.mark.parametrize("of_queries", [True, False], ids=["of both", "of keys alone"])
+def test_bottom_right_counts_from_where_a_mask_ends(of_queries):
+    """As with lengths; so that the last query that is left sees the last key that is."""
+    q_lengths, k_lengths = np.array([S, 1, 7] if of_queries else [S] * B), np.array([5, S, 9])
+    padding = lambda lengths: np.arange(S) >= lengths[:, None]
+    mask = (padding(q_lengths)[:, :, None] if of_queries else False) | padding(k_lengths)[:, None, :]
+    options = Attention(0.3, causal=True, bottom_right=True)
+    run = lambda **given: partial(dot_product_attention, options=options, **given)
+    by_mask = run(mask=jnp.asarray(mask.reshape(B, 1, -1, S)))
+    by_lengths = run(sequence_descriptor=SequenceDescriptor.from_seqlens((q_lengths, k_lengths)))
+    got, expected = (jax.vjp(jax.jit(f), QUERY, KEY, VALUE) for f in (by_mask, by_lengths))
+    dy = jnp.where(padding(q_lengths)[:, :, None, None], 0, DY)
+    testing.assert_close([got[0], *got[1](dy)], [expected[0], *expected[1](dy)], F32)
+
+
+def test_lists_are_arrays_and_tuples_are_pairs():
+    lengths = [[3, 5], [9, 7]]
+    array = SequenceDescriptor.from_seqlens(jnp.asarray(lengths))
+    pair = SequenceDescriptor.from_seqlens((jnp.asarray(lengths[0]), jnp.asarray(lengths[1])))
+    testing.assert_same_bytes(SequenceDescriptor.from_seqlens(lengths), array)
+    for of_arrays in (tuple(lengths), [*map(np.asarray, lengths)]):
+        testing.assert_same_bytes(SequenceDescriptor.from_seqlens(of_arrays), pair)
+    for numbers in ([16, 4], (16, 4), np.array([16, 4]), list(np.array([16, 4]))):
+        testing.assert_same_bytes(
+            SequenceDescriptor.from_seqlens(numbers), SequenceDescriptor.from_seqlens(np.array([16, 4]))
+        )
+
+
 def test_what_lies_in_the_padding_does_not_matter():
     sequences = SequenceDescriptor.from_seqlens(np.array([S, 5, 0]))
     hidden = (np.arange(S) >= np.array([[S], [5], [0]]))[..., None, None]

@@ -224,6 +224,24 @@ def test_balanced_order(fields, descriptor, stored, strategy):
     testing.assert_close(got, step(options, None, tuple(QKV), DY, dict(sequence_descriptor=descriptor)), F32)
 
 
+@STRATEGIES
+def test_bottom_right_counts_from_where_a_mask_ends_in_the_balanced_order(strategy):
+    hidden = np.arange(32) >= LENGTHS[:, :1]
+    mask = jnp.asarray(hidden[:, None, :, None] | hidden[:, None, None, :])
+    stored = order(order(mask, seq_dim=2), seq_dim=3)
+    options, parallel = (
+        Attention(0.3, causal=True, bottom_right=True),
+        ContextParallel("cp", strategy, load_balanced=True),
+    )
+    *qkv, dy = [order(jnp.where(hidden[:, :, None, None], 0, x)) for x in (*QKV, DY)]
+    with testing.on_mesh(testing.mesh_of((2, 4), ("data", "cp"))):
+        got = step(options, parallel, tuple(qkv), dy, dict(mask=stored))
+    got = jax.tree.map(lambda x: back(x) if x.ndim == 4 else x, got)
+    *qkv, dy = map(back, (*qkv, dy))
+    lengths = SequenceDescriptor.from_seqlens(LENGTHS[:, 0])
+    testing.assert_close(got, step(options, None, tuple(qkv), dy, dict(sequence_descriptor=lengths)), F32)
+
+
 def test_the_balanced_order():
     np.testing.assert_array_equal(
         order(jnp.arange(16), seq_dim=0), [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
@@ -350,3 +368,6 @@ def test_equal_calls_are_compiled_once():
 def test_a_reordering_over_no_devices_says_so():
     with pytest.raises(ValueError, match="cp_size: expected how many devices share a sequence, 1 or more, got 0"):
         reorder_causal_load_balancing(QKV[0], cp_size=0)
+    for f in (reorder_causal_load_balancing, inverse_reorder_causal_load_balancing):
+        with pytest.raises(ValueError, match=r"seq_dim: expected an axis of x\[2, 32, .*\], got 9"):
+            f(QKV[0], cp_size=2, seq_dim=9)

@@ -49,6 +49,25 @@ def test_masks(mask):
     testing.assert_same_bytes(y, expected)
 
 
+@pytest.mark.parametrize("mask", [m for m in MASK_TYPES if "padding" in m])
+def test_a_mask_in_the_place_of_the_descriptor(mask):
+    """As NVIDIA's takes it."""
+    q_lengths, k_lengths = jnp.asarray([5, 8]), jnp.asarray([8, 2])
+    hidden = [jnp.arange(8) >= n[:, None] for n in (q_lengths, k_lengths)]
+    padding = hidden[0][:, None, :, None] | hidden[1][:, None, None, :]
+    y = te.fused_attn((Q, K, V), attn_mask_type=mask, sequence_descriptor=padding)
+    lengths = te.SequenceDescriptor.from_seqlens((q_lengths, k_lengths))
+    testing.assert_close(y, te.fused_attn((Q, K, V), attn_mask_type=mask, sequence_descriptor=lengths), F32)
+
+
+@pytest.mark.parametrize("given", [jnp.asarray([3, 4]), (jnp.asarray([3, 4]),) * 2], ids=["lengths", "pair"])
+def test_what_is_no_descriptor_is_named(given):
+    with pytest.raises(TypeError, match="sequence_descriptor: expected a SequenceDescriptor, .*; a mask is mask="):
+        te.fused_attn((Q, K, V), attn_mask_type="padding", sequence_descriptor=given)
+    with pytest.raises(TypeError, match="sequence_descriptor: expected a SequenceDescriptor, .*; a mask is mask="):
+        te.dot_product_attention(Q, K, V, options=te.Attention(1.0), sequence_descriptor=given)
+
+
 def test_options():
     f = lambda **given: te.fused_attn((Q, K, V), attn_mask_type="no_mask", **given)
     scores = jnp.einsum("bqhd,bkhd->bhqk", Q, K, precision="highest")
@@ -61,6 +80,8 @@ def test_options():
     sunk = f(softmax_type="learnable", softmax_offset=OFFSET, scaling_factor=0.5)
     total = jnp.exp(0.5 * scores).sum(-1, keepdims=True) + jnp.exp(OFFSET)[:, None, None]
     testing.assert_close(sunk, mixed(jnp.exp(0.5 * scores) / total), F32)
+    as_there = f(softmax_type="learnable", softmax_offset=OFFSET.reshape(1, 4, 1, 1), scaling_factor=0.5)
+    testing.assert_same_bytes(as_there, sunk)
     drop = lambda seed: f(dropout_probability=0.5, seed=seed)
     one, again, other = drop(jax.random.key(0)), drop(jax.random.key(0)), drop(jax.random.key(1))
     testing.assert_same_bytes(one, again)

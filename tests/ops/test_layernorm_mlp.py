@@ -319,6 +319,9 @@ def test_shapes_that_do_not_fit_are_named(fp8):
         run(x, gamma, beta, (k1, k2), activations=3)
     with pytest.raises(ValueError, match="epsilon: expected 0 or more, got -1"):
         run(x, gamma, beta, (k1, k2), norm_options=Norm(-1))
+    for wrong in ("rmsnorm", (1e-6, False)):
+        with pytest.raises(TypeError, match="norm_options: expected a te.Norm .*got "):
+            run(x, gamma, beta, (k1, k2), norm_options=wrong)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

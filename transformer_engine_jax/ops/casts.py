@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,8 @@ class Quantized(NamedTuple):
 
 
 def _check(op: str, name: str, got, allowed: tuple) -> None:
+    with contextlib.suppress(TypeError):  # what NumPy does not know, such as "fp8"
+        got = np.dtype(got)
     if got not in allowed:
         raise ValueError(f"{op}: {name}: expected one of {', '.join(map(str, map(np.dtype, allowed)))}, got {got}")
 
@@ -47,7 +50,7 @@ def quantize(x, scale, *, dtype, k_axes: int = 1, q_t: bool = False) -> Quantize
     """
     x, scale = jnp.asarray(x), jnp.asarray(scale, jnp.float32 if isinstance(scale, int | float) else None)
     _check("quantize", "x", x.dtype, FLOATS)
-    _check("quantize", "dtype", np.dtype(dtype), (E4M3, E5M2))
+    _check("quantize", "dtype", dtype, (E4M3, E5M2))
     _check_scalar("quantize", "scale", scale)
     if not 0 <= k_axes <= x.ndim:
         raise ValueError(f"quantize: k_axes: expected 0 to {x.ndim}, the axes of x{list(x.shape)}, got {k_axes}")
@@ -68,6 +71,6 @@ def dequantize(q, scale_inv, *, dtype) -> jax.Array:
     """
     q, scale_inv = jnp.asarray(q), jnp.asarray(scale_inv, jnp.float32 if isinstance(scale_inv, int | float) else None)
     _check("dequantize", "q", q.dtype, (E4M3, E5M2))
-    _check("dequantize", "dtype", np.dtype(dtype), FLOATS)
+    _check("dequantize", "dtype", dtype, FLOATS)
     _check_scalar("dequantize", "scale_inv", scale_inv)
     return kernels.dequantize(q, scale_inv, dtype=dtype)

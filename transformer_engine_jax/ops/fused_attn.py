@@ -21,7 +21,7 @@ def fused_attn(
     attn_mask_type: str = "causal",
     attn_bias_type: str = "no_bias",
     bias=None,
-    sequence_descriptor: SequenceDescriptor | None = None,
+    sequence_descriptor: SequenceDescriptor | jax.Array | None = None,
     scaling_factor: float | None = None,
     softmax_type: str = "vanilla",
     softmax_offset=None,
@@ -39,9 +39,10 @@ def fused_attn(
       qkv_layout: one of LAYOUTS.
       attn_mask_type: one of MASK_TYPES; those with "padding" need a sequence_descriptor, and no other takes one.
       attn_bias_type: one of BIAS_TYPES. bias: broadcastable to [B, H, Q, K], added before or after the scale.
-      sequence_descriptor: which tokens belong to which sequence.
+      sequence_descriptor: which tokens belong to which sequence; or a mask that broadcasts to [B, H, Q, K], True is
+        masked out.
       scaling_factor: None means 1 / sqrt(D).
-      softmax_type: "vanilla", "off_by_one" or "learnable", which takes softmax_offset f32[H].
+      softmax_type: "vanilla", "off_by_one" or "learnable", which takes softmax_offset f32[H] or [1, H, 1, 1].
       dropout_probability: of a weight; seed: one key of jax.random, None drops nothing.
       window_size: (left, right) keys seen beside its own position, -1 for all.
       quantizers: of attention_quantizers, for a forward pass in FP8; see dot_product_attention.
@@ -78,11 +79,13 @@ def fused_attn(
         bottom_right="bottom_right" in attn_mask_type,
         softmax_type=softmax_type,
     )
+    is_mask = not packed and getattr(sequence_descriptor, "ndim", 0) == 4
     in_one = qkv_layout == "bs3hd"  # which cuDNN may read as it lies
     return dot_product_attention(
         *([qkv[0]] if in_one else [query, key, value]),
         options=options,
-        sequence_descriptor=sequence_descriptor,
+        sequence_descriptor=None if is_mask else sequence_descriptor,
+        mask=sequence_descriptor if is_mask else None,
         bias=bias,
         softmax_offset=softmax_offset,
         dropout_key=seed,

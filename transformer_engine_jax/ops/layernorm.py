@@ -207,6 +207,14 @@ def rmsnorm(x, gamma, *, epsilon: float = 1e-6, zero_centered_gamma: bool = Fals
     return norm(Norm(epsilon, zero_centered_gamma), x, gamma, None)
 
 
+def check_options(op: str, options: Norm) -> None:
+    """TypeError where a norm's options are of another type."""
+    if not isinstance(options, Norm):
+        raise TypeError(
+            f"{op}: norm_options: expected a te.Norm (an RMSNorm's too, which has no beta), got {options!r}"
+        )
+
+
 def checked_norm(op: str, static: Norm, x, gamma, beta) -> tuple[Norm, jax.Array, jax.Array, jax.Array | None]:
     """All of a norm (an RMSNorm where beta is None) as the kernels take it; ValueError where it does not fit."""
     x, gamma, beta = jnp.asarray(x), jnp.asarray(gamma), None if beta is None else jnp.asarray(beta)

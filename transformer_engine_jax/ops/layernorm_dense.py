@@ -23,6 +23,7 @@ from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizer
 from transformer_engine_jax.ops.layernorm import (
     Norm,
     NormSaved,
+    check_options,
     checked_norm,
     norm_and_input,
     norm_backward,
@@ -149,8 +150,7 @@ def layernorm_dense(
       TypeError: `quantizers` are not of gemm_quantizers, or norm_options is no Norm.
     """
     check_quantizers("layernorm_dense", quantizers)
-    if not isinstance(norm_options, Norm):
-        raise TypeError(f"layernorm_dense: norm_options: expected a Norm, got {norm_options!r}; dense has no norm")
+    check_options("layernorm_dense", norm_options)
     x, gamma, beta, bias = arrays(x, gamma, beta, bias)
     norm_input_axes, dot_input_axes, kernel_axes = norm_input_axes or (), dot_input_axes or (), kernel_axes or ()
     x = constrain(x, norm_input_axes)

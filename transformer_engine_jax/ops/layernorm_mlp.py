@@ -32,7 +32,7 @@ from transformer_engine_jax.ops.dense import (
     quantize_gradient,
 )
 from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers, check_residual
-from transformer_engine_jax.ops.layernorm import Norm, checked_norm, norm_and_input, norm_backward
+from transformer_engine_jax.ops.layernorm import Norm, check_options, checked_norm, norm_and_input, norm_backward
 from transformer_engine_jax.ops.layernorm_dense import norm_forward, transposed_now, transposes_later
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, unpacked
 from transformer_engine_jax.ops.quantize import Cast, Casting
@@ -167,7 +167,7 @@ def layernorm_mlp(
 
     Raises:
       ValueError: the shapes or dtypes do not fit, kernels are not two, or both residual and return_input.
-      TypeError: `quantizers` are not of gemm_quantizers.
+      TypeError: `quantizers` are not of gemm_quantizers, or norm_options is no Norm.
     """
     x, gamma, beta, bias_1, bias_2 = arrays(x, gamma, beta, *biases)
     if not (isinstance(kernels, tuple | list) and len(kernels) == 2):
@@ -187,6 +187,7 @@ def layernorm_mlp(
     activated = jax.ShapeDtypeStruct((*x.shape[:-1], kernel_1.shape[2]), x.dtype)
     check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1, second)
     if norm_options is not None:
+        check_options("layernorm_mlp", norm_options)
         norm_options, x, gamma, beta = checked_norm("layernorm_mlp", norm_options, x, gamma, beta)
     if residual and return_input:
         raise ValueError("layernorm_mlp: return_input: expected False where the residual is added, got True")

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference, running_attention
-from transformer_engine_jax.ops.attention.sequences import Places, SequenceDescriptor, places
+from transformer_engine_jax.ops.attention.sequences import Places, SequenceDescriptor, counted_back, places
 from transformer_engine_jax.ops.attention.shards import examples_and_heads, on_axes
 
 STRATEGIES = ("DEFAULT", "ALL_GATHER", "RING")
@@ -75,14 +75,20 @@ def reorder_causal_load_balancing(x, *, cp_size: int, seq_dim: int = 1) -> jax.A
     much to do.
 
     Raises:
-      ValueError: S is not a multiple of 2 * cp_size.
+      ValueError: S is not a multiple of 2 * cp_size, or x has no axis seq_dim.
     """
-    return _reordered(x, balanced_order(x.shape[seq_dim], cp_size), seq_dim)
+    return _reordered(x, balanced_order(_length(x, seq_dim), cp_size), seq_dim)
 
 
 def inverse_reorder_causal_load_balancing(x, *, cp_size: int, seq_dim: int = 1) -> jax.Array:
     """x [.., S, ..] with the tokens along seq_dim back from the order of reorder_causal_load_balancing."""
-    return _reordered(x, np.argsort(balanced_order(x.shape[seq_dim], cp_size)), seq_dim)
+    return _reordered(x, np.argsort(balanced_order(_length(x, seq_dim), cp_size)), seq_dim)
+
+
+def _length(x, axis: int) -> int:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"seq_dim: expected an axis of x{list(x.shape)}, got {axis}")
+    return x.shape[axis]
 
 
 def _reordered(x, order: np.ndarray, axis: int) -> jax.Array:
@@ -96,19 +102,26 @@ def _reordered(x, order: np.ndarray, axis: int) -> jax.Array:
 
 
 def places_in_order(
-    parallel: ContextParallel | None, sequences: SequenceDescriptor | None, q_len: int, k_len: int, options: Attention
+    parallel: ContextParallel | None,
+    sequences: SequenceDescriptor | None,
+    q_len: int,
+    k_len: int,
+    options: Attention,
+    mask=None,
 ) -> tuple[Places, Places]:
     """`places` of tokens as they are stored, which may be the balanced order.
 
-    Lengths are those of sequences as they are read; ids and positions those of the stored tokens. ValueError for ids
-    alone where positions matter: those of tokens that were reordered can't be counted.
+    Lengths are those of sequences as they are read; ids, positions and the mask those of the stored tokens. ValueError
+    for ids alone where positions matter: those of tokens that were reordered can't be counted.
     """
     found = places(sequences, q_len, k_len, options)
-    if parallel is None or not parallel.load_balanced or parallel.size() == 1:
-        return found
+    balanced = parallel is not None and parallel.load_balanced and parallel.size() > 1
     if sequences is None or sequences.segment_ids is None:
-        order = partial(reorder_causal_load_balancing, cp_size=parallel.size())
-        return jax.tree.map(order, found)
+        if balanced:
+            found = jax.tree.map(partial(reorder_causal_load_balancing, cp_size=parallel.size()), found)
+        return found if mask is None or not options.bottom_right else counted_back(*found, mask)
+    if not balanced:
+        return found
     if sequences.segment_pos is None and (options.reach != (-1, -1) or options.score_mod is not None):
         raise ValueError(
             "context_parallel_causal_load_balanced: sequence_descriptor: expected segment_pos beside segment_ids, as "

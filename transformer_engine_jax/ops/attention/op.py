@@ -51,7 +51,7 @@ def dot_product_attention(
         Tokens see only their own sequence; padding gets zeros. None: each row is one sequence.
       mask: bool, broadcastable to [B, H, Q, K]; True is masked out. Not together with a descriptor.
       bias: broadcastable to [B, H, Q, K], added to the scaled logits, with options.bias_before_scale to those before.
-      softmax_offset: [H] the extra logit of each head, of softmax_type "learnable".
+      softmax_offset: [H] or [1, H, 1, 1] the extra logit of each head, of softmax_type "learnable".
       dropout_key: of jax.random; None is no dropout.
       context_parallel: the mesh axis that shards the sequences of query, key and value, and how; a mesh must be in
         force. In the balanced order, ids and positions of a descriptor, and mask and bias, are those of the stored
@@ -81,12 +81,18 @@ def dot_product_attention(
                 "dot_product_attention: got both mask and sequence_descriptor; a descriptor says all about sequences "
                 "and padding, so give one of them, or what else is to be hidden as a bias"
             )
+        if not isinstance(sequence_descriptor, SequenceDescriptor):
+            raise TypeError(
+                "dot_product_attention: sequence_descriptor: expected a SequenceDescriptor, such as "
+                f"SequenceDescriptor.from_seqlens(lengths), got {type(sequence_descriptor).__name__}; a mask is mask="
+            )
         sequence_descriptor.check(query.shape[0], query.shape[1], key.shape[1])
     if context_parallel is not None and context_parallel.size() == 1:
         context_parallel = None  # in any order that is the sequence
     if context_parallel is not None:
         context_parallel.check_lengths(query=query.shape[1], key=key.shape[1])
-    queries, keys = places_in_order(context_parallel, sequence_descriptor, query.shape[1], key.shape[1], options)
+    lengths = query.shape[1], key.shape[1]
+    queries, keys = places_in_order(context_parallel, sequence_descriptor, *lengths, options, mask)
     alone = all(x is None for x in (sequence_descriptor, mask, bias, context_parallel, quantizers))
     dropout_key = dropout_key if options.dropout > 0 else None
     others = dict(mask=mask, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key)
@@ -186,12 +192,14 @@ def _check_offset(options: Attention, softmax_offset, heads: int):
             "dot_product_attention: softmax_offset: expected [H] with softmax_type='learnable' and only with it, got "
             f"{'none' if softmax_offset is None else 'one'} with softmax_type={options.softmax_type!r}"
         )
-    if softmax_offset is not None and jnp.shape(softmax_offset) != (heads,):
+    if softmax_offset is None:
+        return None
+    if jnp.shape(softmax_offset) not in ((heads,), (1, heads, 1, 1)):
         raise ValueError(
-            f"dot_product_attention: softmax_offset: expected [{heads}], one for each head, "
+            f"dot_product_attention: softmax_offset: expected [{heads}] or [1, {heads}, 1, 1], one for each head, "
             f"got {list(jnp.shape(softmax_offset))}"
         )
-    return softmax_offset
+    return jnp.reshape(softmax_offset, heads)
 
 
 def _without_padding(x, segment):

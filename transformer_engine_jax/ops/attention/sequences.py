@@ -124,7 +124,10 @@ class SequenceDescriptor:
 
 
 def _pair(name: str, x, ranks: tuple[int, ...]) -> Pair:
-    pair = x if isinstance(x, tuple | list) else (x, x)
+    # A list of numbers, or of lists of them, is one array; a tuple of those, and a list of arrays, are several.
+    of_arrays = isinstance(x, tuple | list) and all(np.ndim(a) > 0 for a in x)
+    several = of_arrays and (isinstance(x, tuple) or all(hasattr(a, "shape") for a in x))
+    pair = x if several else (x, x)
     if len(pair) != 2:
         raise ValueError(f"SequenceDescriptor: {name}: expected an array or a pair of arrays, got {len(pair)} of them")
     pair = tuple(map(jnp.asarray, pair))
@@ -162,6 +165,21 @@ def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options
             at = starts_and_lengths(of_side(sequences.seqlens), of_side(sequences.seq_offsets))
             place, length = places_of(*at, size)
         found.append(place._replace(position=place.position - length) if options.bottom_right else place)
+    return found[0], found[1]
+
+
+def counted_back(queries: Places, keys: Places, mask) -> tuple[Places, Places]:
+    """Places counted back from where the mask ends, not the arrays: from the last token of which it leaves anything.
+
+    Args:
+      queries, keys: counted back from the end of the arrays.
+      mask: bool [B or 1, H or 1, Q or 1, K or 1], True is masked out.
+    """
+    found = []
+    for place, others in ((queries, (1, 3)), (keys, (1, 2))):
+        seen = jnp.any(jnp.logical_not(mask), axis=others)  # [B or 1, S or 1]
+        ends = jnp.max(jnp.where(seen, place.position + 1, -place.position.shape[1]), axis=1, keepdims=True)
+        found.append(place._replace(position=place.position - ends))
     return found[0], found[1]
 
 
