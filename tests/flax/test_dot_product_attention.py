@@ -237,6 +237,7 @@ def test_arrays_that_do_not_fit_the_layout(layout, arrays, message):
 
 @pytest.mark.parametrize("name, given", [("mask", PADDING), ("sequence_descriptor", PADDED)])
 def test_padding_that_would_be_ignored_is_warned_about(name, given):
-    with pytest.warns(UserWarning, match=f"{name}= is ignored with attn_mask_type='causal'"):
+    with pytest.warns(UserWarning, match=f"{name}= is ignored with attn_mask_type='causal'") as warned:
         out = DPA().apply({}, Q, K, V, **{name: given})
+    assert warned[0].filename == __file__, "where the user's code is"
     testing.assert_same_bytes(out, DPA().apply({}, Q, K, V))

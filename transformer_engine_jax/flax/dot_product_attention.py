@@ -21,6 +21,7 @@ from transformer_engine_jax.ops.attention.layouts import is_packed, unpack
 from transformer_engine_jax.ops.attention.op import check_broadcast
 from transformer_engine_jax.ops.attention.options import as_window
 from transformer_engine_jax.quantizers import keep
+from transformer_engine_jax.tracing import level_of_user
 
 
 class DotProductAttention(Fp8Module):
@@ -180,7 +181,8 @@ class DotProductAttention(Fp8Module):
             )
         if "padding" not in self.attn_mask_type and given is not None:
             warnings.warn(
-                f"{type(self).__name__}: {given}= is ignored with attn_mask_type={self.attn_mask_type!r}", stacklevel=3
+                f"{type(self).__name__}: {given}= is ignored with attn_mask_type={self.attn_mask_type!r}",
+                stacklevel=level_of_user(),
             )
         if bias is not None and self.attn_bias_type == "no_bias":
             raise self._error("attn_bias_type='no_bias' but a bias was given")

@@ -11,6 +11,7 @@ from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing
 from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packs
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
+from transformer_engine_jax.tracing import level_of_user
 
 # A mask reaches cuDNN as a bias [B or 1, H or 1, Q, K]. Beyond this many bytes the blocks of the reference are the
 # better choice.
@@ -64,7 +65,7 @@ def most_head_size() -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _warn(what: str, why: str) -> None:
-    warnings.warn(f"dot_product_attention: computed {what}: {why}", stacklevel=4)
+    warnings.warn(f"dot_product_attention: computed {what}: {why}", stacklevel=level_of_user())
 
 
 def warn_of_fallback(why: str, what: str = "in plain JAX, not by cuDNN") -> None:
