@@ -327,7 +327,7 @@ void long_products(int64_t rows, int64_t cols, int64_t k) {
 }  // namespace
 }  // namespace te
 
-// `few`: in one dtype, and one row is left out, for racecheck, which takes minutes; `products`: those alone.
+// `few`: in one dtype, and one row is left out, for racecheck, which takes minutes; names of parts: those alone.
 int main(int count, char** arguments) {
   using namespace te;
   std::set<std::string> parts(arguments + 1, arguments + count);
@@ -358,5 +358,3 @@ int main(int count, char** arguments) {
   if (named("products") && all) long_products(4500, 1616, 1552);  // more tiles than clusters run at once
   std::printf("%d calls\n", calls);
 }
-
-}  // namespace te
