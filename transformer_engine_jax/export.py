@@ -20,7 +20,8 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     version of this library, on any platform it was exported for; here or on a machine that has that platform.
 
     Functions may take and return this library's types of arrays. JAX does not store Flax's boxes around parameters,
-    which carry their logical axes: nn.unbox first.
+    which carry their logical axes: nn.unbox first. Nor does it store programs of a mesh whose axes are the compiler's,
+    which hold a callback that says how our kernels are partitioned: export from explicit axes, or without a mesh.
     """
     targets = {target for handlers in HANDLERS.values() for target in handlers}
     return [export.DisabledSafetyCheck.custom_call(target) for target in sorted(targets)]

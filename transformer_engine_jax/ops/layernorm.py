@@ -221,7 +221,7 @@ def checked_norm(op: str, static: Norm, x, gamma, beta) -> tuple[Norm, jax.Array
     parameters = {"gamma": gamma} if beta is None else {"gamma": gamma, "beta": beta}
     for name, array in {"x": x, **parameters}.items():
         if array.dtype not in FLOATS:
-            raise ValueError(f"{op}: {name}: expected f32, f16 or bf16, got {array.dtype}")
+            raise ValueError(f"{op}: {name}: expected f32, f16 or bf16, got {array.dtype}; convert it first")
     if x.ndim == 0:
         raise ValueError(f"{op}: x: expected at least one axis, got a scalar")
     for name, array in parameters.items():
