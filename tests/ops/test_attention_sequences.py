@@ -98,19 +98,37 @@ def test_lengths_of_padded_rows(bottom_right):
         testing.assert_close([got, *vjp(jnp.asarray(DY))], [out, *grads], F32)
 
 
-@pytest.mark.parametrize("of_queries", [True, False], ids=["of both", "of keys alone"])
-def test_bottom_right_counts_from_where_a_mask_ends(of_queries):
+def test_bottom_right_counts_from_where_a_mask_ends():
     """As with lengths; so that the last query that is left sees the last key that is."""
-    q_lengths, k_lengths = np.array([S, 1, 7] if of_queries else [S] * B), np.array([5, S, 9])
+    q_lengths, k_lengths = np.array([S, 1, 7]), np.array([5, S, 9])
     padding = lambda lengths: np.arange(S) >= lengths[:, None]
-    mask = (padding(q_lengths)[:, :, None] if of_queries else False) | padding(k_lengths)[:, None, :]
+    mask = padding(q_lengths)[:, :, None] | padding(k_lengths)[:, None, :]
     options = Attention(0.3, causal=True, bottom_right=True)
     run = lambda **given: partial(dot_product_attention, options=options, **given)
-    by_mask = run(mask=jnp.asarray(mask.reshape(B, 1, -1, S)))
+    by_mask = run(mask=jnp.asarray(mask[:, None]))
     by_lengths = run(sequence_descriptor=SequenceDescriptor.from_seqlens((q_lengths, k_lengths)))
     got, expected = (jax.vjp(jax.jit(f), QUERY, KEY, VALUE) for f in (by_mask, by_lengths))
     dy = jnp.where(padding(q_lengths)[:, :, None, None], 0, DY)
     testing.assert_close([got[0], *got[1](dy)], [expected[0], *expected[1](dy)], F32)
+
+
+@pytest.mark.parametrize("of", ["keys", "queries"])
+def test_a_mask_of_one_side_does_not_tell_where_the_other_ends(of):
+    """So bottom_right is that of the arrays: queries and keys of one sequence stay where they are."""
+    padding = jnp.arange(S) >= jnp.array([5, S, 9])[:, None, None, None]
+    mask = padding if of == "keys" else jnp.swapaxes(padding, 2, 3)
+    run = lambda **fields: dot_product_attention(
+        QUERY, KEY, VALUE, options=Attention(0.3, causal=True, **fields), mask=mask
+    )
+    testing.assert_same_bytes(run(bottom_right=True), run())
+    nothing = dot_product_attention(
+        QUERY,
+        KEY[:, :0],
+        VALUE[:, :0],
+        options=Attention(0.3, causal=True, bottom_right=True),
+        mask=jnp.zeros((B, 1, S, 0), bool),
+    )
+    assert nothing.shape == QUERY.shape and not nothing.any()
 
 
 def test_lists_are_arrays_and_tuples_are_pairs():
@@ -120,6 +138,8 @@ def test_lists_are_arrays_and_tuples_are_pairs():
     testing.assert_same_bytes(SequenceDescriptor.from_seqlens(lengths), array)
     for of_arrays in (tuple(lengths), [*map(np.asarray, lengths)]):
         testing.assert_same_bytes(SequenceDescriptor.from_seqlens(of_arrays), pair)
+    traced = jax.jit(lambda a, b: [SequenceDescriptor.from_seqlens(x) for x in (([3, a], [b, 7]), [[3, a], [b, 7]])])
+    testing.assert_same_bytes(traced(5, 9), [pair, array])
     for numbers in ([16, 4], (16, 4), np.array([16, 4]), list(np.array([16, 4]))):
         testing.assert_same_bytes(
             SequenceDescriptor.from_seqlens(numbers), SequenceDescriptor.from_seqlens(np.array([16, 4]))
@@ -272,6 +292,12 @@ ONES = np.ones((B, S), int)
         ("lengths", (np.ones(B),), r"seqlens: expected integers of rank 1 or 2, got float32\[3\]"),
         ("lengths", (np.ones((B, S, 1), int),), r"seqlens: .* got int32\[3, 16, 1\]"),
         ("lengths", ((ONES,) * 3,), "seqlens: expected an array or a pair of arrays, got 3"),
+        (
+            "lengths",
+            ([[3, 5], [9]],),
+            r"seqlens: expected an array, or a pair of them as a tuple, got \[\[3, 5\], \[9\]\]",
+        ),
+        ("lengths", ((np.ones(B, int), 4),), r"seqlens: expected integers of rank 1 or 2, got int32\[\]"),
         ("lengths", (np.ones(2, int),), r"seqlens of the queries: expected \[3\], got \[2\]"),
         ("offsets", (ONES[:, :2], ONES[:, :2]), r"seq_offsets: expected \[3, 3\]"),
         ("ids", (ONES[0],), r"segment_ids: expected integers of rank 2, got int32\[16\]"),

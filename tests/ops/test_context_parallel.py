@@ -226,20 +226,19 @@ def test_balanced_order(fields, descriptor, stored, strategy):
 
 @STRATEGIES
 def test_bottom_right_counts_from_where_a_mask_ends_in_the_balanced_order(strategy):
-    hidden = np.arange(32) >= LENGTHS[:, :1]
-    mask = jnp.asarray(hidden[:, None, :, None] | hidden[:, None, None, :])
-    stored = order(order(mask, seq_dim=2), seq_dim=3)
+    of_queries, of_keys = (np.array(lengths) for lengths in ([20, 32], [11, 25]))
+    hidden = [np.arange(32) >= lengths[:, None] for lengths in (of_queries, of_keys)]
+    mask = jnp.asarray(hidden[0][:, None, :, None] | hidden[1][:, None, None, :])
+    stored, dy = order(order(mask, seq_dim=2), seq_dim=3), jnp.where(hidden[0][:, :, None, None], 0, DY)
     options, parallel = (
         Attention(0.3, causal=True, bottom_right=True),
         ContextParallel("cp", strategy, load_balanced=True),
     )
-    *qkv, dy = [order(jnp.where(hidden[:, :, None, None], 0, x)) for x in (*QKV, DY)]
     with testing.on_mesh(testing.mesh_of((2, 4), ("data", "cp"))):
-        got = step(options, parallel, tuple(qkv), dy, dict(mask=stored))
+        got = step(options, parallel, tuple(map(order, QKV)), order(dy), dict(mask=stored))
     got = jax.tree.map(lambda x: back(x) if x.ndim == 4 else x, got)
-    *qkv, dy = map(back, (*qkv, dy))
-    lengths = SequenceDescriptor.from_seqlens(LENGTHS[:, 0])
-    testing.assert_close(got, step(options, None, tuple(qkv), dy, dict(sequence_descriptor=lengths)), F32)
+    lengths = SequenceDescriptor.from_seqlens((of_queries, of_keys))
+    testing.assert_close(got, step(options, None, tuple(QKV), dy, dict(sequence_descriptor=lengths)), F32)
 
 
 def test_the_balanced_order():

@@ -60,12 +60,20 @@ def test_a_mask_in_the_place_of_the_descriptor(mask):
     testing.assert_close(y, te.fused_attn((Q, K, V), attn_mask_type=mask, sequence_descriptor=lengths), F32)
 
 
-@pytest.mark.parametrize("given", [jnp.asarray([3, 4]), (jnp.asarray([3, 4]),) * 2], ids=["lengths", "pair"])
+@pytest.mark.parametrize("given", [jnp.asarray([3, 4]), (jnp.asarray([3, 4]),) * 2, jnp.zeros((2, 8, 8), bool)])
 def test_what_is_no_descriptor_is_named(given):
-    with pytest.raises(TypeError, match="sequence_descriptor: expected a SequenceDescriptor, .*; a mask is mask="):
+    with pytest.raises(
+        TypeError, match="fused_attn: sequence_descriptor: expected a SequenceDescriptor, .* or, .* a mask"
+    ):
         te.fused_attn((Q, K, V), attn_mask_type="padding", sequence_descriptor=given)
     with pytest.raises(TypeError, match="sequence_descriptor: expected a SequenceDescriptor, .*; a mask is mask="):
         te.dot_product_attention(Q, K, V, options=te.Attention(1.0), sequence_descriptor=given)
+
+
+def test_packed_rows_have_no_mask():
+    mask = jnp.zeros((2, 1, 8, 8), bool)
+    with pytest.raises(TypeError, match=r"for layouts that are not packed, a mask .*; got .*\[2, 1, 8, 8\]"):
+        te.fused_attn((Q, K, V), attn_mask_type="padding", qkv_layout="thd_thd_thd", sequence_descriptor=mask)
 
 
 def test_options():
@@ -80,8 +88,9 @@ def test_options():
     sunk = f(softmax_type="learnable", softmax_offset=OFFSET, scaling_factor=0.5)
     total = jnp.exp(0.5 * scores).sum(-1, keepdims=True) + jnp.exp(OFFSET)[:, None, None]
     testing.assert_close(sunk, mixed(jnp.exp(0.5 * scores) / total), F32)
-    as_there = f(softmax_type="learnable", softmax_offset=OFFSET.reshape(1, 4, 1, 1), scaling_factor=0.5)
-    testing.assert_same_bytes(as_there, sunk)
+    for offset in (OFFSET.reshape(1, 4, 1, 1), OFFSET.tolist()):
+        as_there = f(softmax_type="learnable", softmax_offset=offset, scaling_factor=0.5)
+        testing.assert_same_bytes(as_there, sunk)
     drop = lambda seed: f(dropout_probability=0.5, seed=seed)
     one, again, other = drop(jax.random.key(0)), drop(jax.random.key(0)), drop(jax.random.key(1))
     testing.assert_same_bytes(one, again)

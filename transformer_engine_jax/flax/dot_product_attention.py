@@ -30,11 +30,12 @@ class DotProductAttention(Fp8Module):
     Its forward pass runs in FP8 under a recipe with fp8_dpa, where `te.explain` does not say why it can't.
 
     attn_mask_type: "no_mask", "causal" or "causal_bottom_right" (the last query sees the last key), each with
-    "padding" too, which needs a sequence_descriptor or a mask; bottom_right counts from where the sequences end, or the
-    last token of which the mask leaves anything. attn_bias_type: None takes post_scale_bias where a bias is given.
-    qkv_layout: "bs3hd" is query, key and value in one array, "bshd_bs2hd" key and value in one; the same
-    with t for bs are rows [B, S, ...] that hold several sequences. scale_factor: None means 1 / sqrt(head_dim).
-    window_size: (left, right) keys seen, -1 for all. softmax_type: "off_by_one" has one more logit, 0; "learnable" has
+    "padding" too, which needs a sequence_descriptor or a mask; bottom_right counts from where the sequences end: the
+    last token of which a mask [.., Sq, Sk] leaves anything, or the arrays' ends where it is the same for all of a side.
+    attn_bias_type: None takes post_scale_bias where a bias is given. qkv_layout: "bs3hd" is query, key and value in one
+    array, "bshd_bs2hd" key and value in one; the same with t for bs are rows [B, S, ...] that hold several sequences.
+    scale_factor: None means 1 / sqrt(head_dim). window_size: (left, right) keys seen, -1 for all. softmax_type:
+    "off_by_one" has one more logit, 0; "learnable" has
     one a head, the param `softmax_offset` f32[H]. score_mod: see ops.attention.Attention. transpose_batch_sequence:
     inputs are [S, B, ...]. checkpoint_core_attention: the backward pass computes the attention anew, and nothing of it
     is kept. float32_logits: logits and softmax always are. max_segments_per_seq: above 1, the `max_segments` of

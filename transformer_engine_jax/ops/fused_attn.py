@@ -52,6 +52,7 @@ def fused_attn(
 
     Raises:
       ValueError: an unknown name, arrays that are not those of the layout, several keys, or shapes that do not fit.
+      TypeError: sequence_descriptor is neither a descriptor nor a mask.
     """
     attn_mask_type = _one_of("attn_mask_type", attn_mask_type, MASK_TYPES)
     attn_bias_type = _one_of("attn_bias_type", attn_bias_type, BIAS_TYPES)
@@ -66,6 +67,13 @@ def fused_attn(
             f"got attn_mask_type={attn_mask_type!r}, qkv_layout={qkv_layout!r} and "
             f"{'no' if sequence_descriptor is None else 'a'} sequence_descriptor"
         )
+    is_mask = not packed and getattr(sequence_descriptor, "ndim", 0) == 4
+    if not (is_mask or sequence_descriptor is None or isinstance(sequence_descriptor, SequenceDescriptor)):
+        got = type(sequence_descriptor).__name__ + str(list(getattr(sequence_descriptor, "shape", ())) or "")
+        raise TypeError(
+            "fused_attn: sequence_descriptor: expected a SequenceDescriptor, such as SequenceDescriptor.from_seqlens("
+            f"lengths), or, for layouts that are not packed, a mask [B, H, Q, K]; got {got}"
+        )
     if (bias is not None) != (attn_bias_type != "no_bias"):
         raise ValueError(
             f"fused_attn: bias: expected {'none' if bias is not None else 'one'} with attn_bias_type={attn_bias_type!r}"
@@ -79,7 +87,6 @@ def fused_attn(
         bottom_right="bottom_right" in attn_mask_type,
         softmax_type=softmax_type,
     )
-    is_mask = not packed and getattr(sequence_descriptor, "ndim", 0) == 4
     in_one = qkv_layout == "bs3hd"  # which cuDNN may read as it lies
     return dot_product_attention(
         *([qkv[0]] if in_one else [query, key, value]),

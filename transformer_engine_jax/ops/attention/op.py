@@ -194,6 +194,7 @@ def _check_offset(options: Attention, softmax_offset, heads: int):
         )
     if softmax_offset is None:
         return None
+    softmax_offset = jnp.asarray(softmax_offset)
     if jnp.shape(softmax_offset) not in ((heads,), (1, heads, 1, 1)):
         raise ValueError(
             f"dot_product_attention: softmax_offset: expected [{heads}] or [1, {heads}, 1, 1], one for each head, "

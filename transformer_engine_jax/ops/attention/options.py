@@ -19,7 +19,7 @@ class Attention(NamedTuple):
     bias_before_scale: the bias is scaled too.
     dropout: rate at which weights are dropped, in [0, 1).
     bottom_right: positions are counted back from the ends of the query's and the key's sequence, not from their starts;
-      those of rows with a mask end with the last token of which it leaves anything.
+      with a mask [.., Q, K] they end with the last token of which it leaves anything.
     softmax_type: "off_by_one" adds one to the denominator; "learnable" adds exp(softmax_offset) of each head.
     score_mod: `score_mod(scores f32[B, H, Q, K], q_positions i32[B or 1, 1, Q, 1], k_positions i32[B or 1, 1, 1, K])
       -> scores`, of the scaled scores with their bias, before mask and softmax. Long sequences come in blocks of

@@ -40,7 +40,7 @@ class SequenceDescriptor:
         """One sequence a row, then padding; or several packed one after another.
 
         Args:
-          seqlens: i32[B] or [B, N]; or a pair of them, of queries and of keys.
+          seqlens: i32[B] or [B, N]; or a pair of them, a tuple, of queries and of keys.
 
         Raises:
           ValueError: another rank or dtype.
@@ -52,7 +52,7 @@ class SequenceDescriptor:
         """Packed sequences that may have padding between them.
 
         Args:
-          seqlens: i32[B, N], -1 or 0 where there is none; or a pair of them, of queries and of keys.
+          seqlens: i32[B, N], -1 or 0 where there is none; or a pair of them, a tuple, of queries and of keys.
           seq_offsets: i32[B, N + 1] the token each starts at, -1 where there is none; or a pair of them.
 
         Raises:
@@ -74,7 +74,7 @@ class SequenceDescriptor:
         """Tokens that say themselves which sequence they belong to.
 
         Args:
-          segment_ids: i32[B, S], 0 is padding; or a pair of them, of queries and of keys.
+          segment_ids: i32[B, S], 0 is padding; or a pair of them, a tuple, of queries and of keys.
           segment_pos: i32[B, S] positions in the sequence, a pair, or None to count from where the id changes.
           max_segments: the promise that no row has more sequences than so many, that the tokens of each lie side by
             side, and that their positions count up by one, from the same number in queries and keys. On a GPU it is
@@ -124,13 +124,18 @@ class SequenceDescriptor:
 
 
 def _pair(name: str, x, ranks: tuple[int, ...]) -> Pair:
-    # A list of numbers, or of lists of them, is one array; a tuple of those, and a list of arrays, are several.
-    of_arrays = isinstance(x, tuple | list) and all(np.ndim(a) > 0 for a in x)
-    several = of_arrays and (isinstance(x, tuple) or all(hasattr(a, "shape") for a in x))
+    # A list of numbers, or of lists of them, is one array; a tuple of lists, and a list of arrays, are several.
+    is_list = lambda a: isinstance(a, tuple | list)
+    several = is_list(x) and any((is_list(a) and isinstance(x, tuple)) or getattr(a, "ndim", 0) > 0 for a in x)
     pair = x if several else (x, x)
     if len(pair) != 2:
         raise ValueError(f"SequenceDescriptor: {name}: expected an array or a pair of arrays, got {len(pair)} of them")
-    pair = tuple(map(jnp.asarray, pair))
+    try:
+        pair = tuple(map(jnp.asarray, pair))
+    except ValueError as error:  # lists of several lengths
+        raise ValueError(
+            f"SequenceDescriptor: {name}: expected an array, or a pair of them as a tuple, got {x!r}: {error}"
+        ) from error
     for a in pair:
         if a.ndim not in ranks or not jnp.issubdtype(a.dtype, jnp.integer):
             raise ValueError(
@@ -171,14 +176,19 @@ def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options
 def counted_back(queries: Places, keys: Places, mask) -> tuple[Places, Places]:
     """Places counted back from where the mask ends, not the arrays: from the last token of which it leaves anything.
 
+    Of a mask that is the same for all queries, or for all keys, and so does not tell where these end: as they are.
+
     Args:
       queries, keys: counted back from the end of the arrays.
       mask: bool [B or 1, H or 1, Q or 1, K or 1], True is masked out.
     """
+    if any(n == 1 < place.position.shape[1] for n, place in zip(mask.shape[2:], (queries, keys))):
+        return queries, keys
     found = []
     for place, others in ((queries, (1, 3)), (keys, (1, 2))):
         seen = jnp.any(jnp.logical_not(mask), axis=others)  # [B or 1, S or 1]
-        ends = jnp.max(jnp.where(seen, place.position + 1, -place.position.shape[1]), axis=1, keepdims=True)
+        none = -place.position.shape[1]  # where the array starts
+        ends = jnp.max(jnp.where(seen, place.position + 1, none), axis=1, keepdims=True, initial=none)
         found.append(place._replace(position=place.position - ends))
     return found[0], found[1]
 
