@@ -372,7 +372,7 @@ def test_a_fallback_on_a_gpu_warns_once_for_each_reason(monkeypatch):
     with pytest.warns(
         UserWarning, match=r"in plain JAX, not by cuDNN: cuDNN needs bf16 or f16, not \['float32'\]"
     ) as warned:
-        jax.jit(lambda: run(options=Attention(1.0)))()
+        jax.jit(run, static_argnames="options")(options=Attention(1.0))
     assert warned[0].filename == __file__, "where the user's code is"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -35,14 +35,13 @@ class DotProductAttention(Fp8Module):
     attn_bias_type: None takes post_scale_bias where a bias is given. qkv_layout: "bs3hd" is query, key and value in one
     array, "bshd_bs2hd" key and value in one; the same with t for bs are rows [B, S, ...] that hold several sequences.
     scale_factor: None means 1 / sqrt(head_dim). window_size: (left, right) keys seen, -1 for all. softmax_type:
-    "off_by_one" has one more logit, 0; "learnable" has
-    one a head, the param `softmax_offset` f32[H]. score_mod: see ops.attention.Attention. transpose_batch_sequence:
-    inputs are [S, B, ...]. checkpoint_core_attention: the backward pass computes the attention anew, and nothing of it
-    is kept. float32_logits: logits and softmax always are. max_segments_per_seq: above 1, the `max_segments` of
-    descriptors of segment ids that have none (see te.SequenceDescriptor). context_parallel_axis: the mesh axis that
-    shards the sequence; strategy "ALL_GATHER" (the default) or "RING"; causal_load_balanced: tokens come in the order
-    of te.reorder_causal_load_balancing, as do masks, biases, and a descriptor's ids and positions; its lengths are as
-    without.
+    "off_by_one" has one more logit, 0; "learnable" has one a head, the param `softmax_offset` f32[H]. score_mod: see
+    ops.attention.Attention. transpose_batch_sequence: inputs are [S, B, ...]. checkpoint_core_attention: the backward
+    pass computes the attention anew, and nothing of it is kept. float32_logits: logits and softmax always are.
+    max_segments_per_seq: above 1, the `max_segments` of descriptors of segment ids that have none (see
+    te.SequenceDescriptor). context_parallel_axis: the mesh axis that shards the sequence; strategy "ALL_GATHER" (the
+    default) or "RING"; causal_load_balanced: tokens come in the order of te.reorder_causal_load_balancing, as do masks,
+    biases, and a descriptor's ids and positions; its lengths are as without.
     """
 
     head_dim: int
