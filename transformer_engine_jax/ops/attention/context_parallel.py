@@ -120,9 +120,7 @@ def places_in_order(
         if balanced:
             found = jax.tree.map(partial(reorder_causal_load_balancing, cp_size=parallel.size()), found)
         return found if mask is None or not options.bottom_right else counted_back(*found, mask)
-    if not balanced:
-        return found
-    if sequences.segment_pos is None and (options.reach != (-1, -1) or options.score_mod is not None):
+    if balanced and sequences.segment_pos is None and (options.reach != (-1, -1) or options.score_mod is not None):
         raise ValueError(
             "context_parallel_causal_load_balanced: sequence_descriptor: expected segment_pos beside segment_ids, as "
             "the balanced order does not tell where tokens stand in their sequence, got none; reorder both alike: "

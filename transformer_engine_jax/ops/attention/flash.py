@@ -37,7 +37,8 @@ def missing() -> str:
     if "te_attention_fwd" not in HANDLERS["CUDA"]:
         return (
             "the extension was built without cuDNN's headers: `pip install --no-deps nvidia-cudnn-cu13 "
-            "nvidia-cudnn-frontend nvidia-cuda-nvrtc` into the Python that builds, and build again"
+            "nvidia-cudnn-frontend nvidia-cuda-nvrtc` into the Python that builds, and build again (by pip with "
+            "--no-build-isolation)"
         )
     return ""
 
