@@ -16,6 +16,7 @@ from transformer_engine_jax.ops.state import (
     mended,
     packed,
     read,
+    scale_of_each,
     unpacked,
     update_state,
 )
@@ -204,9 +205,8 @@ def start(
         return states, len(dtypes) * [states.packed]
     mended_ones = type(states)(mended(states.packed, 448.0, 1.0, False)).states()  # whose scales are replaced
     for (name, old), dtype in zip(states.states().items(), dtypes):
-        n = jnp.maximum(old.uses, 1.0)
-        last = jnp.where((old.scale > 0) & jnp.isfinite(old.scale), old.scale / n, 1.0)
+        last = scale_of_each(old.scale, old.uses)
         state = mended_ones[name]
-        scale = jnp.where(n > 1, delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype), last)
+        scale = jnp.where(old.uses > 1, delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype), last)
         mended_ones[name] = state._replace(scale=scale)
     return states.pack(**mended_ones), [state.scale for state in mended_ones.values()]

@@ -63,9 +63,15 @@ TE_EVERYWHERE float larger(float a, float b) { return a > b ? a : b; }
 // The slot of a stored history that the last step filled.
 TE_EVERYWHERE int64_t newest_of(int64_t length) { return 1 % length; }
 
-// Slot i of the history in a sum of n states: all but the newest amax are n times what they were.
+// How many states were added together, by the `uses` of their sum: less than one, or negative, where somebody scaled
+// it as gradients are scaled; 1 for a sum of none.
+TE_EVERYWHERE float states_in(float uses) { return finite_positive(uses < 0.f ? -uses : uses) ? uses : 1.f; }
+
+// Slot i of the history in a sum of n states: all but the newest amax are n times what they were, and what is no amax
+// counts as none.
 TE_EVERYWHERE float mended_amax(float amax, int64_t i, int64_t length, float n) {
-  return i == newest_of(length) ? amax : amax / n;
+  if (n <= 1.f || i != newest_of(length)) amax /= n;
+  return finite_positive(amax) ? amax : 0.f;
 }
 
 // What slot i of it adds to the window that sets the scale.
@@ -75,7 +81,7 @@ TE_EVERYWHERE float in_window(const float* history, int64_t i, int64_t length, f
 
 // The scale of a sum of n states whose window holds this amax, or of none.
 TE_EVERYWHERE float mended_scale(float scale, float n, float window, float fp8_max, float two_to_margin) {
-  const float last = finite_positive(scale) ? scale / n : 1.f;
+  const float mean = scale / n, last = finite_positive(mean) ? mean : 1.f;
   return n > 1.f ? next_scale(window, last, fp8_max, two_to_margin) : last;
 }
 
@@ -166,7 +172,7 @@ struct ScaleSource {
     if (!data) return 1.f;
     if (kind == kGiven) return *data;
     if (kind == kAmax) return current_scale(*data, current);
-    const float n = larger(data[kUses], 1.f);
+    const float n = states_in(data[kUses]);
     float window = 0.f;
     if (n > 1.f) {  // seldom
 #ifdef __CUDA_ARCH__

@@ -11,7 +11,7 @@ void update(const States& all, int64_t gemm, int tensor) {
   float* next = all.next + all.row(gemm, tensor);
   const float* reports = all.reports[tensor] + gemm * all.bins;
   const float fp8_max = all.fp8_max[tensor];
-  const float n = larger(state[kUses], 1.f);
+  const float n = states_in(state[kUses]);
   float amax = 0.f, before = 0.f, others = 0.f;
   for (int bin = 0; bin < all.bins; ++bin) amax = larger(amax, std::min(reports[bin], bin_edge(bin, all.bins)));
   for (int64_t i = 0; i < all.length; ++i) {

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) update_states(const States all) {
   float* const next = all.next + all.row(gemm, tensor);
   const float* const reports = all.reports[tensor] + gemm * all.bins;
   const float fp8_max = all.fp8_max[tensor];
-  const float stored = state[kScale], n = larger(state[kUses], 1.f);
+  const float stored = state[kScale], n = states_in(state[kUses]);
   float before = 0.f, others = 0.f, amax = 0.f;
   for (int64_t i = threadIdx.x; i < length; i += kThreads) {
     before = larger(before, in_window(state + kHistory, i, length, n, all.most_recent));

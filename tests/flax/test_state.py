@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 import steps
+from flax.training.dynamic_scale import DynamicScale
 from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
@@ -359,3 +360,18 @@ def test_a_state_of_another_dtype_says_what_to_leave():
         variables = jax.tree.map(lambda a: a.astype(jnp.bfloat16), module.init(jax.random.key(0), x))
         with pytest.raises(ValueError, match=r"FP8 state: expected f32, got bfloat16; cast parameters alone"):
             module.apply(variables, x)
+
+
+def test_a_loss_scale_over_all_variables_leaves_the_state_as_it_is():
+    """Flax's divides the state with the gradients among which it comes."""
+    model, factor = LayerNormMLP(intermediate_dim=32), 2.0**10
+    apart = among = steps.init(model, X, rec=DELAYED)
+    loss = lambda v, x: jnp.sum(model.apply(v, x)[0] ** 2)
+    scaler = DynamicScale(scale=factor)
+    with steps.autocast(DELAYED):
+        for i in range(4):
+            grads = jax.grad(lambda v, x: factor * loss(v, x))(apart, (i + 1) * X)
+            scaler, finite, _, divided = scaler.value_and_grad(loss)(among, (i + 1) * X)
+            assert finite
+            testing.assert_close(divided["params"], jax.tree.map(lambda g: g / factor, grads["params"]), emulated.F32)
+            apart, among = ({**v, STATE_COLLECTION: g[STATE_COLLECTION]} for v, g in ((apart, grads), (among, divided)))

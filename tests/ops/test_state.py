@@ -83,11 +83,11 @@ def test_states_of_one_call_do_not_mix():
 
 @pytest.mark.parametrize("most_recent", [False, True])
 @pytest.mark.parametrize("length", [1, 3, 16])
-@pytest.mark.parametrize("uses", [0.0, 2.0, 5.0])
+@pytest.mark.parametrize("uses", [0.0, 2.0, 5.0, 0.3, -0.25])
 def test_an_update_starts_from_the_mended_state(uses, length, most_recent):
-    """A step that started from a sum of states, or of none, ends as if it had started from what stands for them."""
+    """A step that started from a sum of states, of none or scaled, ends as if from what stands for them."""
     rule = {**RULE, "most_recent": most_recent}
-    history = jnp.asarray(AMAXES[:length]) * (uses > 0)
+    history = jnp.asarray(AMAXES[:length]) * min(uses, 1.0)
     state = packed(jnp.float32(7 * uses), jnp.float32(uses), history)[None]
     sound = mended(state, 448.0, 2.0, most_recent)
     for amax in (0.0, 3.0):
@@ -150,6 +150,28 @@ def test_the_scale_of_added_or_missing_states_is_mended():
         scaling = Scaling("states", two_to_margin=2.0, most_recent=most_recent)
         assert_cast_with(packed(3 * one, 3 * one, history)[None], scaling, np.float32(448) / np.float32(window) / 2)
     assert_cast_with(packed(3 * one, 3 * one, jnp.zeros(3))[None], Scaling("states"), 1)  # no amax: of each
+
+
+@pytest.mark.parametrize("factor", [2.0**-15, -0.5])
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_a_state_that_was_scaled_is_what_it_was(factor, most_recent):
+    """As gradients are, by a loss scale, a clip or the sign of what is maximized."""
+    state = packed(jnp.float32(7), jnp.float32(1), jnp.float32([5, 3, 9, 0]))
+    np.testing.assert_array_equal(mended(factor * state, 448.0, 2.0, most_recent), state)
+    assert_cast_with((factor * state)[None], Scaling("states", two_to_margin=2.0, most_recent=most_recent), 7)
+    rule = {**RULE, "most_recent": most_recent}
+    for out in on_each_platform(lambda s, r: update_state(s[None], r, **rule)[0], factor * state, report_of(4.0)):
+        scale = 448 / (4 if most_recent else 9) / 2
+        np.testing.assert_array_equal(out, jnp.float32([scale, 1, 0, 4, 3, 9]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_state_of_no_numbers_starts_anew(bad):
+    state = jnp.full(6, bad, jnp.float32)
+    np.testing.assert_array_equal(mended(state, 448.0, 1.0, False), jnp.float32([1, 1, 0, 0, 0, 0]))
+    assert_cast_with(state[None], Scaling("states"), 1)
+    for out in on_each_platform(lambda s, r: update_state(s[None], r, **RULE)[0], state, report_of(4.0)):
+        np.testing.assert_array_equal(out, jnp.float32([448 / 4 / 2, 1, 0, 4, 0, 0]))
 
 
 @pytest.mark.parametrize("kind", ["quantize", "quantize_stack", "layernorm", "rmsnorm", "activation", "its gradient"])

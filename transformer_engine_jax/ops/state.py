@@ -53,18 +53,32 @@ def unpacked(state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return state[..., 0], state[..., 1], state[..., 2:]
 
 
+def states_in(uses: jax.Array) -> jax.Array:
+    """How many updated states f32[..] were added together: less than 1 if their sum was scaled, 1 for a sum of none."""
+    return jnp.where((uses != 0) & jnp.isfinite(uses), uses, 1.0)
+
+
+def scale_of_each(scale: jax.Array, uses: jax.Array) -> jax.Array:
+    """The scale of the states whose scales add up to this one; 1 where that is none."""
+    scale = scale / states_in(uses)
+    return jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1.0)
+
+
 def mended(state: jax.Array, fp8_max: float, two_to_margin: float, most_recent: bool) -> jax.Array:
     """The state f32[.., 2 + H] to start a step from: itself, unless it is a sum of `uses` states, or of none.
 
     In a sum of n updated states of one step all but the newest amax are n times what they were; the newest ones add up
     to at most n times their maximum, which is kept: an amax may be too large, never too small. A state that no output
-    depended on comes back as zeros, and starts anew.
+    depended on comes back as zeros, and starts anew. One that was scaled with the gradients among which it came, by a
+    loss scale or by clipping, has less than one use: divided by that it is what it was.
     """
     scale, uses, history = unpacked(state)
-    n = jnp.maximum(uses, 1.0)
+    n = states_in(uses)
     newest = 1 % history.shape[-1]
-    history = (history / n[..., None]).at[..., newest].set(history[..., newest])
-    last = jnp.where((scale > 0) & jnp.isfinite(scale), scale / n, 1.0)
+    each = history / n[..., None]
+    history = each.at[..., newest].set(jnp.where(n > 1, history[..., newest], each[..., newest]))
+    history = jnp.where((history > 0) & jnp.isfinite(history), history, 0.0)
+    last = scale_of_each(scale, uses)
     window = history[..., newest] if most_recent else jnp.max(history, axis=-1)
     scale = jnp.where(n > 1, scale_from_amax(window, last, fp8_max, two_to_margin), last)
     return packed(scale, jnp.ones_like(uses), history)
