@@ -75,7 +75,7 @@ clean:  ## remove all that make has made: builds, caches and .venv
 	find benchmarks cpp examples tests transformer_engine_jax -name __pycache__ -prune -exec rm -rf {} +
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*##/\t/' | expand -t 12
+	@awk -F ':.*##' '/^[a-z]+:.*##/ { printf "%-12s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@sed -n 's/^#   /   /p' $(firstword $(MAKEFILE_LIST))
 
 # --- Set-up: an environment, its packages, the compiled extension; each again only when what it is made from changes -----
