@@ -124,13 +124,50 @@ KERNEL = jnp.ones((X.shape[-1], 48))
         (
             lambda q: te.dot_general(X, te.Accumulating(KERNEL, KERNEL), (((2,), (0,)), ((), ()))),
             TypeError,
-            "dot_general: expected an array, got Accumulating",
+            "dot_general: kernel: expected an array, got Accumulating",
         ),
     ],
 )
 def test_mistakes_in_products(call, error, message):
     with pytest.raises(error, match=message):
         call(te.gemm_quantizers(None, CURRENT))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: te.dense(None, KERNEL), "dense: x"),
+        (lambda: te.dense(X, None), "dense: kernel"),
+        (lambda: te.layernorm(X, None, KERNEL[:, 0]), "layernorm: gamma"),
+        (lambda: te.rmsnorm(None, KERNEL[:, 0]), "rmsnorm: x"),
+        (lambda: te.layernorm_dense(X, None, None, KERNEL), "layernorm_dense: gamma"),
+        (lambda: te.layernorm_mlp(X, None, None, (KERNEL[:, None], KERNEL.T)), "layernorm_mlp: gamma"),
+        (lambda: te.activation(None, "gelu"), "activation: z"),
+        (lambda: te.softmax(None), "softmax: logits"),
+        (lambda: te.einsum("bsk,kn->bsn", X, None), "einsum: kernel"),
+        (lambda: te.quantize(X, None, dtype=jnp.float8_e4m3fn), "quantize: scale"),
+        (lambda: te.dequantize(None, 1.0, dtype=jnp.float32), "dequantize: q"),
+    ],
+)
+def test_none_in_place_of_an_array(call, message):
+    with pytest.raises(TypeError, match=f"{message}: expected an array, got None"):
+        call()
+
+
+def test_no_norm_has_no_parameters():
+    kernels = KERNEL[:, None], KERNEL.T
+    te.layernorm_mlp(X, None, None, kernels, norm_options=None)
+    with pytest.raises(ValueError, match="layernorm_mlp: gamma, beta: expected None where norm_options is None"):
+        te.layernorm_mlp(X, KERNEL[:, 0], None, kernels, norm_options=None)
+
+
+def test_modules_are_attributes_once_asked_for():
+    code = "import transformer_engine_jax as te; print(te.flax.DenseGeneral.__name__, te.nnx.DenseGeneral.__name__)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "DenseGeneral DenseGeneral\n"
+    with pytest.raises(AttributeError, match="quantize_once: not there yet"):
+        te.quantize_once  # noqa: B018
+    assert not hasattr(te, "anything")
 
 
 def test_f64_where_kernels_compute():

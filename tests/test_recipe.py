@@ -102,7 +102,13 @@ def test_the_path_of_nvidias_package():
     assert transformer_engine_jax.common.recipe.DelayedScaling is recipe.DelayedScaling
 
 
-def test_recipes_that_are_not_there_yet_are_told():
+@pytest.mark.parametrize("module", [recipe, transformer_engine_jax.common.recipe])
+def test_recipes_that_are_not_there_yet_are_told(module):
     with pytest.raises(AttributeError, match="recipe.MXFP8BlockScaling: not there yet; expected DelayedScaling or"):
-        recipe.MXFP8BlockScaling  # noqa: B018
-    assert not hasattr(recipe, "anything")
+        module.MXFP8BlockScaling  # noqa: B018
+    assert not hasattr(module, "anything")
+
+
+def test_formats_reach_as_far_as_their_types():
+    reach = {f.name: (f.value.max_fwd, f.value.max_bwd) for f in recipe.Format}
+    assert reach == {"E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}

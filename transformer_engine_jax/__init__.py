@@ -1,5 +1,6 @@
 """FP8 training for Transformers in JAX: `import transformer_engine_jax as te`, and `.flax` for the modules."""
 
+import importlib as _importlib
 import warnings as _warnings
 
 from transformer_engine_jax import policies, recipe
@@ -71,6 +72,15 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name in ("flax", "nnx"):
+        return _importlib.import_module(f"{__name__}.{name}")
+    if name in ("quantize_once", "fp8_model_init"):
+        raise AttributeError(f"{__name__}.{name}: not there yet; kernels are quantized in each step")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 if _conflict := _name_conflict():
     _warnings.warn(_conflict, RuntimeWarning, stacklevel=2)

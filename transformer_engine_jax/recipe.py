@@ -23,6 +23,16 @@ class FormatDtypes(NamedTuple):
     forward: np.dtype  # of activations and weights
     backward: np.dtype  # of gradients
 
+    @property
+    def max_fwd(self) -> float:
+        """The largest value of the forward pass."""
+        return float(jnp.finfo(self.forward).max)
+
+    @property
+    def max_bwd(self) -> float:
+        """The largest value of the backward pass."""
+        return float(jnp.finfo(self.backward).max)
+
 
 _E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
@@ -112,13 +122,15 @@ class DelayedScaling(Recipe):
     """Scales from the amaxes of earlier steps: one pass over a tensor, at the price of a state.
 
     Args:
-      margin: the scale is divided by 2**margin.
+      margin: the scale is divided by 2**margin; between -64 and 64.
       fp8_format: formats of the forward and the backward pass.
-      amax_history_len: steps remembered.
+      amax_history_len: steps remembered, 1 to 65536.
       amax_compute_algo: "max" over the history, "most_recent", or a function f32[H] -> f32[] (newest first).
       scaling_factor_compute_algo: None, or a function (amax f32[], scale f32[], fp8_max, recipe) -> f32[].
-      reduce_amax: one amax for all shards of a tensor; False is not possible under pjit, where a tensor is one.
-      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
+      reduce_amax: one amax for all shards of a tensor; False raises, as a tensor is one whatever its sharding.
+      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype. With
+        mask arrays, biases, dropout, score_mod, another softmax, several sequences in a row, or head sizes that are no
+        multiples of 16 up to 128, all is in high precision, and a warning says so.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in
         FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of the product of
@@ -127,6 +139,9 @@ class DelayedScaling(Recipe):
         3 * heads * head_dim, though `te.explain` has a row for each product. Functions are compared by identity, so a
         recipe that is made anew at each step is traced anew.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
+
+    Raises:
+      ValueError: a field of another kind, or out of its range.
     """
 
     margin: float = 0
@@ -170,7 +185,9 @@ class Float8CurrentScaling(Recipe):
       fp8_format: formats of the forward and the backward pass.
       use_power_2_scales: round scales down to powers of two.
       amax_epsilon: amaxes below it count as it.
-      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype.
+      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype. With
+        mask arrays, biases, dropout, score_mod, another softmax, several sequences in a row, or head sizes that are no
+        multiples of 16 up to 128, all is in high precision, and a warning says so.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in
         FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of the product of
@@ -179,6 +196,9 @@ class Float8CurrentScaling(Recipe):
         3 * heads * head_dim, though `te.explain` has a row for each product. Functions are compared by identity, so a
         recipe that is made anew at each step is traced anew.
       fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of the three GEMMs.
+
+    Raises:
+      ValueError: a field of another kind, or out of its range.
     """
 
     fp8_format: Format = Format.HYBRID

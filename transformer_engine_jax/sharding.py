@@ -15,6 +15,7 @@ from jax._src.mesh import thread_resources
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.autocast import MeshResource, current
+from transformer_engine_jax.autocast import global_shard_guard as global_shard_guard  # NVIDIA's place of it
 from transformer_engine_jax.partition import dividing, names_of
 from transformer_engine_jax.tracing import level_of_user
 

@@ -16,7 +16,7 @@ import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import recipe, testing
 from transformer_engine_jax.flax import STATE_COLLECTION, DotProductAttention, MultiHeadAttention, TransformerLayer
-from transformer_engine_jax.ops.attention import flash
+from transformer_engine_jax.ops.attention import backends, flash
 
 B, S, K, H, G, D = 4, 32, 64, 4, 2, 16
 DELAYED = recipe.DelayedScaling(fp8_dpa=True, amax_history_len=4)
@@ -127,6 +127,18 @@ def test_states_stay_where_the_options_allow_no_fp8():
         (why,) = {row.why for row in te.explain(apply, variables, Q, KEY, VALUE).rows if "attention:" in row.why}
     testing.assert_same_bytes(grads, variables)
     assert "fp8_dpa: FP8 attention has no dropout" in why
+
+
+def test_attention_that_is_not_in_fp8_is_told_of_on_any_device():
+    backends._warn.cache_clear()
+    dropping = DotProductAttention(D, H, G, attention_dropout=0.1)
+    variables = {STATE_COLLECTION: state_after(ATTENTION, Q, KEY, VALUE)}
+    with (
+        steps.autocast(DELAYED),
+        pytest.warns(UserWarning, match="in high precision, not in FP8: .*no dropout") as told,
+    ):
+        dropping.apply(variables, Q, KEY, VALUE, rngs={"dropout": jax.random.key(0)})
+    assert told[0].filename == __file__, "where the user's code is"
 
 
 @pytest.mark.filterwarnings("ignore:dot_product_attention. computed")

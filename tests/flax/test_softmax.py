@@ -51,6 +51,14 @@ def test_causal_and_masked():
     testing.assert_close(got, plain(X, 0, OFFSET, hidden=CAUSAL | MASK, softmax_type="vanilla", scale=1), F32)
 
 
+@pytest.mark.parametrize("name", ["SCALED_MASKED", "scaled_masked"])
+def test_a_kind_by_its_name(name):
+    got, expected = (
+        Softmax(softmax_fusion_type=kind).apply({}, X, MASK) for kind in (name, SoftmaxFusionType.SCALED_MASKED)
+    )
+    testing.assert_same_bytes(got, expected)
+
+
 def test_bf16_in_bf16_out():
     x = X.astype(jnp.bfloat16)
     y = Softmax(softmax_type="off_by_one").apply({}, x)
@@ -67,7 +75,7 @@ def test_scores_without_heads():
 @pytest.mark.parametrize(
     "message, options, arguments",
     [
-        ("softmax_fusion_type: expected a SoftmaxFusionType, got 'scaled'", {"softmax_fusion_type": "scaled"}, {}),
+        (r"softmax_fusion_type: expected one of \['SCALED', .*got 'plain'", {"softmax_fusion_type": "plain"}, {}),
         ("mask: expected none with SCALED, got one", {}, {"mask": MASK}),
         ("mask: expected one with SCALED_MASKED", {"softmax_fusion_type": SoftmaxFusionType.SCALED_MASKED}, {}),
         ("softmax_type: expected one of .* got 'sigmoid'", {"softmax_type": "sigmoid"}, {}),

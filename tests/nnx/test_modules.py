@@ -249,6 +249,19 @@ def test_a_mask_type_of_a_call_may_be_spelled_as_that_of_a_field():
     testing.assert_same_bytes(got[0], expected[0])
 
 
+def test_inputs_may_be_given_by_their_name():
+    """That of NVIDIA's modules."""
+    rngs = nnx.Rngs(0)
+    for linen, module in (
+        (te_flax.DenseGeneral(features=8), te_nnx.DenseGeneral(K, 8, rngs=rngs)),
+        (te_flax.LayerNormDenseGeneral(features=8), te_nnx.LayerNormDenseGeneral(K, 8, rngs=rngs)),
+        (te_flax.LayerNormMLP(intermediate_dim=8), te_nnx.LayerNormMLP(K, intermediate_dim=8, rngs=rngs)),
+    ):
+        variables = linen.init(jax.random.key(0), inputs=X)
+        testing.assert_same_bytes(linen.apply(variables, inputs=X), linen.apply(variables, X))
+        testing.assert_same_bytes(module(inputs=X), module(X))
+
+
 def test_softmax_is_linens():
     kinds, mask = te_nnx.SoftmaxFusionType, jnp.asarray(np.random.default_rng(0).random((1, 1, S, S)) < 0.5)
     scores = jnp.asarray(emulated.normal(8, (2, H, S, S))[0])

@@ -77,8 +77,9 @@ class DenseGeneral(_Dense):
     "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is given, of the computation.
     input_axes, output_axes: logical axes of x and of y; kernel_axes, bias_axes: of the parameters, one for each of
     their axes. return_bias: return (y, bias) with the bias not added.
-    low_rank_adaptation_*: LoRA beside the kernel. parameters_split: names, or names and sizes, of slices of the first
-    output axis that are parameters of their own, `<name>_kernel` and `<name>_bias`; they are one product.
+    low_rank_adaptation_*: LoRA beside the kernel, times alpha / dim (1 where alpha is None). parameters_split: names,
+    or names and sizes, of slices of the first output axis that are parameters of their own, `<name>_kernel` and
+    `<name>_bias`; they are one product.
     quantization_checkpoint_name: the name of what is quantized for checkpoint policies.
     """
 
@@ -87,12 +88,13 @@ class DenseGeneral(_Dense):
     return_bias: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None):
-        """x[.., contracted..] (+ residual) -> [.., features..], or (that, bias) with return_bias.
+    def __call__(self, inputs: jax.Array, residual: jax.Array | None = None):
+        """inputs[.., contracted..] (+ residual) -> [.., features..], or (that, bias) with return_bias.
 
-        All in x's dtype, or in `dtype` where param_dtype is given. residual: [.., features..], added in the product.
+        All in the inputs' dtype, or in `dtype` where param_dtype is given. residual: [.., features..], added in the
+        product.
         """
-        x = computed_in(self, x)
+        x = computed_in(self, inputs)
         return run_dense(self, x, *self._make_kernel(self._contracted(x)), self._adapt, residual)
 
 
@@ -124,9 +126,9 @@ class LayerNormDenseGeneral(_LayerNormDense):
     """
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
-        """x[.., K] -> ([.., features..], [.., K] or None), in x's dtype, or in `dtype` where param_dtype is given."""
-        x = computed_in(self, x)
+    def __call__(self, inputs: jax.Array) -> tuple[jax.Array | None, ...]:
+        """inputs[.., K] -> ([.., features..], [.., K] or None), in their dtype, or in `dtype` with param_dtype."""
+        x = computed_in(self, inputs)
         if self.enable_layernorm and canonical_tuple(self.axis) not in ((-1,), (x.ndim - 1,)):
             raise ValueError(f"LayerNormDenseGeneral.axis: expected -1, the axis of the norm, got {self.axis}")
         gamma, beta = self.make_norm(last_size(self, x), self.param_dtype or self.dtype)

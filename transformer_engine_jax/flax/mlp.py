@@ -69,14 +69,14 @@ class LayerNormMLP(Fp8Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, deterministic: bool = False, residual: Residual = False
+        self, inputs: jax.Array, deterministic: bool = False, residual: Residual = False
     ) -> tuple[jax.Array | None, ...]:
-        """x[.., h] -> ([.., h] in x's dtype, [.., h] or None).
+        """inputs[.., h] -> ([.., h] in their dtype, [.., h] or None).
 
-        deterministic: switches dropout off. residual: add x to the result, inside the second product; or a function
-        that does, see Residual.
+        deterministic: switches dropout off. residual: add the inputs to the result, inside the second product; or a
+        function that does, see Residual.
         """
-        x = jnp.asarray(x)
+        x = jnp.asarray(inputs)
         if self.axis not in (-1, x.ndim - 1, (-1,)):
             raise ValueError(f"LayerNormMLP.axis: expected -1, got {self.axis}")
         check_positive(self, "intermediate_dim")

@@ -19,13 +19,17 @@ class SoftmaxFusionType(enum.Enum):
     SCALED_MASKED = "scaled_masked"
     SCALED_UPPER_TRIANG_MASKED = "scaled_upper_triang_masked"
 
+    @classmethod
+    def _missing_(cls, value):
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
 
 class Softmax(nn.Module):
     """Softmax of scale_factor * (inputs + bias) over the last axis; a query that sees no key gets zeros.
 
     softmax_fusion_type: SCALED takes no mask, SCALED_MASKED needs one, SCALED_UPPER_TRIANG_MASKED lets a query see keys
-    up to its own index, and takes one. softmax_type: "vanilla"; "off_by_one" adds 1 to the denominator; "learnable"
-    adds exp(softmax_offset) for each head.
+    up to its own index, and takes one; their names as strings will do. softmax_type: "vanilla"; "off_by_one" adds 1 to
+    the denominator; "learnable" adds exp(softmax_offset) for each head.
     """
 
     scale_factor: float = 1.0
@@ -45,8 +49,7 @@ class Softmax(nn.Module):
         Raises:
           ValueError: the mask or the offset does not belong to the type, or does not fit the scores.
         """
-        inputs, kind = jnp.asarray(inputs), self.softmax_fusion_type
-        self._check_types(mask, softmax_offset)
+        inputs, kind = jnp.asarray(inputs), self._checked_type(mask, softmax_offset)
         if bias is not None:
             shape = (1,) * (inputs.ndim - jnp.ndim(bias)) + jnp.shape(bias)
             fits = len(shape) == inputs.ndim and all(m in (1, n) for m, n in zip(shape, inputs.shape))
@@ -57,9 +60,11 @@ class Softmax(nn.Module):
         causal = kind is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED
         return softmax(inputs, mask=mask, softmax_offset=softmax_offset, scale_factor=self.scale_factor, causal=causal)
 
-    def _check_types(self, mask, softmax_offset) -> None:
+    def _checked_type(self, mask, softmax_offset) -> SoftmaxFusionType:
         kind, softmax_type = self.softmax_fusion_type, self.softmax_type
-        _expect(isinstance(kind, SoftmaxFusionType), "softmax_fusion_type", "a SoftmaxFusionType", repr(kind))
+        known = isinstance(kind, SoftmaxFusionType) or str(kind).upper() in SoftmaxFusionType.__members__
+        _expect(known, "softmax_fusion_type", f"one of {list(SoftmaxFusionType.__members__)}", repr(kind))
+        kind = SoftmaxFusionType(kind)
         if mask is None:
             _expect(kind is not SoftmaxFusionType.SCALED_MASKED, "mask", "one with SCALED_MASKED", "none; use SCALED")
         else:
@@ -69,6 +74,7 @@ class Softmax(nn.Module):
             _expect(softmax_offset is not None, "softmax_offset", "one with 'learnable'", "none")
         else:
             _expect(softmax_offset is None, "softmax_offset", f"none with {softmax_type!r}", "one; use 'learnable'")
+        return kind
 
 
 def _expect(ok: bool, argument: str, expected: str, got) -> None:

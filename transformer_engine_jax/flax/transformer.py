@@ -135,6 +135,7 @@ class TransformerLayer(Fp8Module):
 
         Raises:
           ValueError: shapes or options do not fit.
+          TypeError: a SequenceDescriptor in place of a mask.
         """
         check_fields(self)
         of_encoded = dict(

@@ -97,8 +97,9 @@ class DenseGeneral(_Dense):
     in_features, features: sizes of the contracted and of the output axes. axis: the contracted axes of x. kernel_init:
     None means variance_scaling(1.0, "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is
     given, of the computation. input_axes, output_axes: logical axes of x and of y. return_bias: return (y, bias) with
-    the bias not added. low_rank_adaptation_*: LoRA. parameters_split: names, or names and sizes, of slices of the first
-    output axis that are parameters of their own, `<name>_kernel` and `<name>_bias`; they are one product.
+    the bias not added. low_rank_adaptation_*: LoRA, times alpha / dim (1 where alpha is None). parameters_split:
+    names, or names and sizes, of slices of the first output axis that are parameters of their own, `<name>_kernel` and
+    `<name>_bias`; they are one product.
     quantization_checkpoint_name: the name of what is quantized for checkpoint policies.
     """
 
@@ -107,12 +108,13 @@ class DenseGeneral(_Dense):
     output_axes: tuple[str | None, ...] = ()
     return_bias: bool = False
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None):
-        """x[.., in_features..] (+ residual) -> [.., features..], or (that, bias) with return_bias.
+    def __call__(self, inputs: jax.Array, residual: jax.Array | None = None):
+        """inputs[.., in_features..] (+ residual) -> [.., features..], or (that, bias) with return_bias.
 
-        All in x's dtype, or in `dtype` where param_dtype is given. residual: [.., features..], added in the product.
+        All in the inputs' dtype, or in `dtype` where param_dtype is given. residual: [.., features..], added in the
+        product.
         """
-        return run_dense(self, computed_in(self, x), *self._kernel_and_bias(), self._adapt, residual)
+        return run_dense(self, computed_in(self, inputs), *self._kernel_and_bias(), self._adapt, residual)
 
 
 @module
@@ -120,7 +122,8 @@ class LayerNormDenseGeneral(_Dense):
     """A norm and a DenseGeneral; returns (y, the norm's output or None), or (y, bias, that) with return_bias.
 
     Fields of LayerNorm and DenseGeneral; enable_layernorm=False leaves the norm out. return_layernorm_output costs
-    one pass: the norm's output is then kept in high precision too. depth_scaling: y is divided by it.
+    one pass: the norm's output, without a norm x, is then kept in high precision too. depth_scaling: y is divided by
+    it. axis: -1 alone where there is a norm.
     """
 
     _: KW_ONLY
@@ -149,7 +152,7 @@ class LayerNormDenseGeneral(_Dense):
             dtype = self.param_dtype or self.dtype
             self.make_norm_params(features, scale_init, ln_bias_init, self.ln_bias_axes, dtype, rngs)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array | None, ...]:
-        """x[.., K] -> ([.., features..], [.., K] or None), in x's dtype, or in `dtype` where param_dtype is given."""
+    def __call__(self, inputs: jax.Array) -> tuple[jax.Array | None, ...]:
+        """inputs[.., K] -> ([.., features..], [.., K] or None), in their dtype, or in `dtype` with param_dtype."""
         norm = array(self.scale), array(self.ln_bias)
-        return run_layernorm_dense(self, computed_in(self, x), *norm, *self._kernel_and_bias(), self._adapt)
+        return run_layernorm_dense(self, computed_in(self, inputs), *norm, *self._kernel_and_bias(), self._adapt)

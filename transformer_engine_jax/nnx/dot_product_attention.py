@@ -72,7 +72,7 @@ class DotProductAttention(Fp8Module):
     ):
         """query [B, S, H, D] (or packed as qkv_layout says), key [B, S, G, D], value [B, S, G, Dv] -> [B, S, H, Dv].
 
-        sequence_descriptor: the sequences of rows that are padded or packed. mask: bool, broadcastable to
+        sequence_descriptor: the sequences of rows that are padded or packed, or a mask. mask: bool, broadcastable to
         [B, H, Sq, Sk], True is masked out. bias: likewise. deterministic: switches dropout off; None is what
         model.train() and model.eval() said. cache_index: i32[] where keys and values are those of a KV cache, the place
         in it of the first query. attn_mask_type, qkv_layout: in place of the fields of these names.

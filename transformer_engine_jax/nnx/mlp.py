@@ -108,14 +108,14 @@ class LayerNormMLP(Fp8Module):
             self.make_fp8_state(f"gemm_{number}")
 
     def __call__(
-        self, x: jax.Array, deterministic: bool | None = None, residual: Residual = False
+        self, inputs: jax.Array, deterministic: bool | None = None, residual: Residual = False
     ) -> tuple[jax.Array | None, ...]:
-        """x[.., in_features] -> ([.., in_features] in x's dtype, [.., in_features] or None).
+        """inputs[.., in_features] -> ([.., in_features] in their dtype, [.., in_features] or None).
 
-        deterministic: switches dropout off; None is what model.train() and model.eval() said. residual: add x to the
-        result, inside the second product; or a function that does.
+        deterministic: switches dropout off; None is what model.train() and model.eval() said. residual: add the
+        inputs to the result, inside the second product; or a function that does.
         """
-        x = jnp.asarray(x)
+        x = jnp.asarray(inputs)
         check_dims(self, "intermediate_hidden_dropout_dims", x.ndim)
         kernels = tuple(self.kernel_of_product(f"{name}_kernel") for name in ("wi", "wo"))
         biases = (array(self.wi_bias), array(self.wo_bias))

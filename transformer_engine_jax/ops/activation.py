@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.after import after
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.quantize import FLOATS, MEASURED, OPTIONAL_BESIDE_Y, partial_sums
 from transformer_engine_jax.ops.result import store
 from transformer_engine_jax.ops.state import GIVEN
@@ -247,7 +248,7 @@ def activation(z, activations: Activations, params: Mapping[str, float] | Clamp 
       [.., N] in z's dtype. Raises ValueError where z does not fit the activations, or params or bias do not.
     """
     fused, activations = fused_activation(activations, params), as_tuple(activations)
-    z, bias = jnp.asarray(z), None if bias is None else jnp.asarray(bias)
+    z, bias = arrays("activation", {"z": z}, bias)
     if z.dtype not in FLOATS:
         raise ValueError(f"activation: z: expected f32, f16 or bf16, got {z.dtype}")
     if z.ndim < 2 or z.shape[-2] != len(activations):

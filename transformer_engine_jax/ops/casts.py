@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.ops import quantize as kernels
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, FLOATS
 
 
@@ -48,7 +49,7 @@ def quantize(x, scale, *, dtype, k_axes: int = 1, q_t: bool = False) -> Quantize
     Raises:
       ValueError: for other dtypes, a scale that is not f32[], or more k_axes than x has.
     """
-    x, scale = jnp.asarray(x), jnp.asarray(scale, jnp.float32 if isinstance(scale, int | float) else None)
+    x, scale = arrays("quantize", {"x": x, "scale": np.float32(scale) if isinstance(scale, int | float) else scale})
     _check("quantize", "x", x.dtype, FLOATS)
     _check("quantize", "dtype", dtype, (E4M3, E5M2))
     _check_scalar("quantize", "scale", scale)
@@ -68,8 +69,11 @@ def dequantize(q, scale_inv, *, dtype) -> jax.Array:
 
     Raises:
       ValueError: for other dtypes, or a scale_inv that is not f32[].
+
+    It has no derivative.
     """
-    q, scale_inv = jnp.asarray(q), jnp.asarray(scale_inv, jnp.float32 if isinstance(scale_inv, int | float) else None)
+    scale_inv = np.float32(scale_inv) if isinstance(scale_inv, int | float) else scale_inv
+    q, scale_inv = arrays("dequantize", {"q": q, "scale_inv": scale_inv})
     _check("dequantize", "q", q.dtype, (E4M3, E5M2))
     _check("dequantize", "dtype", dtype, FLOATS)
     _check_scalar("dequantize", "scale_inv", scale_inv)

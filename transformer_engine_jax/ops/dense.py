@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transformer_engine_jax.decisions import devices
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.after import in_turn
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers, check_residual
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
@@ -285,11 +286,6 @@ def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def arrays(*given) -> list[jax.Array | None]:
-    """What an op is given, as arrays; None where there is none."""
-    return [None if a is None else jnp.asarray(a) for a in given]
-
-
 def dense(
     x,
     kernel: jax.Array | Accumulating,
@@ -326,7 +322,7 @@ def dense(
       TypeError: `quantizers` are not of gemm_quantizers.
     """
     check_quantizers("dense", quantizers)
-    x, bias, residual = arrays(x, bias, residual)
+    x, bias, residual = arrays("dense", {"x": x}, bias, residual)
     k_axes = operator.index(k_axes)
     input_axes, output_axes, kernel_axes = input_axes or (), output_axes or (), kernel_axes or ()
     x, m_axes = constrain(x, input_axes), x.ndim - k_axes

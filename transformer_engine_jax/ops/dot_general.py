@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import GemmState
@@ -40,7 +41,7 @@ def dot_general(
     Raises:
       ValueError: the axes are not distinct ones of x and kernel, or their sizes differ.
     """
-    x, kernel = _array("dot_general", x), _array("dot_general", kernel)
+    x, kernel = _array("dot_general", "x", x), _array("dot_general", "kernel", kernel)
     (x_k, kernel_k), (x_batch, kernel_batch) = checked_numbers(x, kernel, dimension_numbers)
     x_free = [a for a in range(x.ndim) if a not in (*x_k, *x_batch)]
     kernel_free = [a for a in range(kernel.ndim) if a not in (*kernel_k, *kernel_batch)]
@@ -59,10 +60,12 @@ def dot_general(
     return y if kernel_free else y[..., 0]
 
 
-def _array(op: str, x) -> jax.Array:
+def _array(op: str, name: str, x) -> jax.Array:
     if isinstance(x, Accumulating):
-        raise TypeError(f"{op}: expected an array, got Accumulating; dense and its like add gradients to a buffer")
-    return jnp.asarray(x)
+        raise TypeError(
+            f"{op}: {name}: expected an array, got Accumulating; dense and its like add gradients to a buffer"
+        )
+    return arrays(op, {name: x})[0]
 
 
 def checked_numbers(x, kernel, dimension_numbers) -> DimensionNumbers:
@@ -108,7 +111,7 @@ def einsum(
     Returns:
       The result, in x's dtype. Raises ValueError for an equation that is not one product of x and kernel.
     """
-    x, kernel = _array("einsum", x), _array("einsum", kernel)
+    x, kernel = _array("einsum", "x", x), _array("einsum", "kernel", kernel)
     dimension_numbers, order = as_dot_general(equation, x, kernel)
     options = dict(quantizers=quantizers, preferred_element_type=preferred_element_type)
     return dot_general(x, kernel, dimension_numbers, **options).transpose(order)

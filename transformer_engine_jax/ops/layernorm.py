@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.quantize import FLOATS, MEASURED, OPTIONAL_BESIDE_Y
 from transformer_engine_jax.ops.result import store
 from transformer_engine_jax.ops.state import GIVEN
@@ -217,7 +218,7 @@ def check_options(op: str, options: Norm) -> None:
 
 def checked_norm(op: str, static: Norm, x, gamma, beta) -> tuple[Norm, jax.Array, jax.Array, jax.Array | None]:
     """All of a norm (an RMSNorm where beta is None) as the kernels take it; ValueError where it does not fit."""
-    x, gamma, beta = jnp.asarray(x), jnp.asarray(gamma), None if beta is None else jnp.asarray(beta)
+    x, gamma, beta = arrays(op, {"x": x, "gamma": gamma}, beta)
     parameters = {"gamma": gamma} if beta is None else {"gamma": gamma, "beta": beta}
     for name, array in {"x": x, **parameters}.items():
         if array.dtype not in FLOATS:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 
 from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
-    arrays,
     dense,
     dense_backward,
     dense_forward,
@@ -151,7 +151,7 @@ def layernorm_dense(
     """
     check_quantizers("layernorm_dense", quantizers)
     check_options("layernorm_dense", norm_options)
-    x, gamma, beta, bias = arrays(x, gamma, beta, bias)
+    x, gamma, beta, bias = arrays("layernorm_dense", {"x": x, "gamma": gamma}, beta, bias)
     norm_input_axes, dot_input_axes, kernel_axes = norm_input_axes or (), dot_input_axes or (), kernel_axes or ()
     x = constrain(x, norm_input_axes)
     shards = SequenceShards.of(x, norm_input_axes[:-1], dot_input_axes[:-1])

@@ -22,10 +22,10 @@ from transformer_engine_jax.ops.activation import (
     as_tuple,
     fused_activation,
 )
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
-    arrays,
     dense,
     dense_backward,
     dense_forward,
@@ -169,7 +169,9 @@ def layernorm_mlp(
       ValueError: the shapes or dtypes do not fit, kernels are not two, or both residual and return_input.
       TypeError: `quantizers` are not of gemm_quantizers, or norm_options is no Norm.
     """
-    x, gamma, beta, bias_1, bias_2 = arrays(x, gamma, beta, *biases)
+    x, gamma, beta, bias_1, bias_2 = arrays("layernorm_mlp", {"x": x}, gamma, beta, *biases)
+    if norm_options is None and not (gamma is None and beta is None):
+        raise ValueError("layernorm_mlp: gamma, beta: expected None where norm_options is None (no norm), got an array")
     if not (isinstance(kernels, tuple | list) and len(kernels) == 2):
         raise ValueError(f"layernorm_mlp: kernels: expected two, (kernel_1, kernel_2), got {_counted(kernels)}")
     if not (quantizers is None or (isinstance(quantizers, tuple | list) and len(quantizers) == 2)):

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax
 
 from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.dense import (
     Dense,
     Saved,
-    arrays,
     dense,
     dense_backward,
     forward_matmul,
@@ -131,8 +131,8 @@ def layernorm_projections(
     Raises:
       ValueError: the shapes do not fit.
     """
-    x, gamma, beta = arrays(x, gamma, beta)
-    biases, x = arrays(*biases), constrain(x, norm_input_axes)
+    x, gamma, beta, *biases = arrays("layernorm_projections", {"x": x}, gamma, beta, *biases)
+    x = constrain(x, norm_input_axes)
     shards = SequenceShards.of(x, norm_input_axes[:-1], dot_input_axes[:-1])
     axes = shards.axes(norm_input_axes, between=True), shards.axes(dot_input_axes)
     results, past = _layernorm_projections(

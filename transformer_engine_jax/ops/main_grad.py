@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import set_current_trace, take_current_trace
 
 from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.tracing import kept_on
 
 
@@ -39,8 +40,8 @@ class Accumulating:
 def unpacked(op: str, kernel) -> tuple[jax.Array, jax.Array | None]:
     """(the kernel, its buffer or None); ValueError where the buffer does not fit."""
     if not isinstance(kernel, Accumulating):
-        return jnp.asarray(kernel), None
-    kernel, main_grad = jnp.asarray(kernel.kernel), kernel.main_grad
+        return *arrays(op, {"kernel": kernel}), None
+    (kernel,), main_grad = arrays(op, {"kernel": kernel.kernel}), kernel.main_grad
     if not isinstance(main_grad, jax.Array):  # of one JAX may make another, and `claimed` would take that for another
         main_grad = jnp.asarray(main_grad)
     if main_grad.shape != kernel.shape or main_grad.dtype != jnp.float32:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.quantize import FLOATS
 
 # --- Kernels -----------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def softmax(logits, *, mask=None, softmax_offset=None, scale_factor: float = 1.0
     Raises:
       ValueError: shapes or dtypes do not fit.
     """
-    logits = jnp.asarray(logits)
+    (logits,) = arrays("softmax", {"logits": logits})
     if logits.dtype not in FLOATS:
         raise ValueError(f"softmax: logits: expected f32, f16 or bf16, got {logits.dtype}")
     if logits.ndim < 2:

@@ -68,10 +68,15 @@ def _warn(what: str, why: str) -> None:
     warnings.warn(f"dot_product_attention: computed {what}: {why}", stacklevel=level_of_user())
 
 
-def warn_of_fallback(why: str, what: str = "in plain JAX, not by cuDNN") -> None:
+def warn_of_fallback(why: str) -> None:
     """Warns once for each reason, on a GPU only: elsewhere nothing better is to be had."""
     if platform() == "gpu":
-        _warn(what, why)
+        _warn("in plain JAX, not by cuDNN", why)
+
+
+def warn_of_high_precision(why: str) -> None:
+    """Warns once for each reason why attention is not in FP8, though the recipe asks for it."""
+    _warn("in high precision, not in FP8", why)
 
 
 def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):

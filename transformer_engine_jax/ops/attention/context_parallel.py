@@ -27,7 +27,11 @@ STRATEGIES = ("DEFAULT", "ALL_GATHER", "RING")
 
 
 class ContextParallel(NamedTuple):
-    """How the sequence is sharded: over which mesh axis, who sends what, and whether in the balanced order."""
+    """How the sequence is sharded: over which mesh axis, who sends what, and whether in the balanced order.
+
+    strategy: "ALL_GATHER", which "DEFAULT" is, gathers keys and values; "RING" hands them on from device to device.
+    load_balanced: tokens are in the order of `reorder_causal_load_balancing`.
+    """
 
     axis: str
     strategy: str = "DEFAULT"

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.decisions import decided
-from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, warn_of_fallback
+from transformer_engine_jax.ops.attention.backends import (
+    as_packed,
+    attention_backend,
+    warn_of_fallback,
+    warn_of_high_precision,
+)
 from transformer_engine_jax.ops.attention.context_parallel import (
     ContextParallel,
     context_parallel_attention,
@@ -49,7 +54,7 @@ def dot_product_attention(
       options: scale, causality, window, dropout rate, kind of softmax, score_mod.
       sequence_descriptor: which tokens belong to which sequence, of rows that are padded or hold several sequences.
         Tokens see only their own sequence; padding gets zeros. None: each row is one sequence.
-      mask: bool, broadcastable to [B, H, Q, K]; True is masked out. Not together with a descriptor.
+      mask: bool or integers, broadcastable to [B, H, Q, K]; True is masked out. Not together with a descriptor.
       bias: broadcastable to [B, H, Q, K], added to the scaled logits, with options.bias_before_scale to those before.
       softmax_offset: [H] or [1, H, 1, 1] the extra logit of each head, of softmax_type "learnable".
       dropout_key: of jax.random; None is no dropout.
@@ -57,13 +62,14 @@ def dot_product_attention(
         force. In the balanced order, ids and positions of a descriptor, and mask and bias, are those of the stored
         tokens; its lengths are those of sequences as they are read.
       quantizers: of attention_quantizers; query, key, value and the weights are then E4M3 in the forward pass, and in
-        their own dtype in the backward. Where that cannot be (see attention_backend), all is, and states are kept.
+        their own dtype in the backward. Where that cannot be, all is, states are kept, and a warning says why.
 
     Returns:
       [B, Q, H, Dv] in query's dtype; zeros for a query that sees no key.
 
     Raises:
       ValueError: shapes or dtypes do not fit, both mask and descriptor, or a softmax_offset where none is used.
+      TypeError: sequence_descriptor is none, or mask or bias is one.
     """
     qkv = None
     if key is None or value is None:
@@ -112,7 +118,7 @@ def dot_product_attention(
         attached = quantizers.attached()
     elif quantizers is not None:
         unused = quantizers.state
-        warn_of_fallback(why, "in high precision, not in FP8")
+        warn_of_high_precision(why)
     if backend == "fp8" and quantizers.spec.calibrating:
         query, key, value = map(watch, (query, key, value), attached)
         attached, (backend, why) = None, choose()
