@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.config import eager_constant_folding
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
@@ -168,6 +169,11 @@ def _run(platform: str, call: Call, *present) -> tuple:
 
 
 def _lower(ctx, *operands, call: Call, platform: str):
+    with eager_constant_folding(False):  # also inside of jax.ensure_compile_time_eval, which is about the trace outside
+        return _lowered(ctx, *operands, call=call, platform=platform)
+
+
+def _lowered(ctx, *operands, call: Call, platform: str):
     if platform == "cuda" and platform in call.kernel.platforms and not call.reference:
         _check_cuda_handlers(call)
     explicit = [a.sharding.mesh for a in ctx.avals_in if a.sharding.mesh.explicit_axes]

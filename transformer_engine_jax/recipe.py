@@ -229,9 +229,10 @@ _LARGEST_SCALE = 2.0**126
 
 def scale_from_amax(amax: jax.Array, old_scale: jax.Array, fp8_max: float, two_to_margin: float = 1.0) -> jax.Array:
     """(fp8_max / amax) / 2**margin in f32, kept finite; the old scale where amax is 0 or not finite."""
-    scale = (jnp.float32(fp8_max) / amax) / jnp.float32(two_to_margin)
+    usable = (amax > 0) & jnp.isfinite(amax)
+    scale = (jnp.float32(fp8_max) / jnp.where(usable, amax, 1.0)) / jnp.float32(two_to_margin)
     scale = jnp.clip(scale, 1 / _LARGEST_SCALE, _LARGEST_SCALE)
-    return jnp.where((amax > 0) & jnp.isfinite(amax), scale, old_scale)
+    return jnp.where(usable, scale, old_scale)
 
 
 def _check_scalar(field: str, value) -> None:

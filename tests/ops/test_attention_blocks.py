@@ -30,6 +30,7 @@ CASES = {
     "lengths, window": (dict(window=(9, 3), bottom_right=True), dict(sequence_descriptor=LENGTHS)),
     "score_mod": (dict(causal=True, score_mod=soft_cap), {}),
     "dropout": (dict(dropout=0.5), dict(dropout_key=jax.random.key(0))),
+    "dropout by rbg": (dict(dropout=0.5), dict(dropout_key=jax.random.key(0, impl="rbg"))),
 }
 
 

@@ -109,7 +109,8 @@ def drop(x, key, rate: float, broadcast_dims: Sequence[int] = (), residual=None)
     own = jax.typeof(x).sharding
     spec = PartitionSpec(*[None if axis in alike else entry for axis, entry in enumerate(own.spec)])
     explicit = bool(own.mesh.explicit_axes)
-    kept = jax.random.bernoulli(key, 1.0 - rate, shape, out_sharding=own.update(spec=spec) if explicit else None)
+    sharding = own.update(spec=spec) if explicit else None
+    kept = jax.random.bernoulli(key, jnp.float32(1 - rate), shape, out_sharding=sharding)
     y = jnp.where(kept, x / (1.0 - rate), jnp.zeros((), x.dtype))
     return y if residual is None else y + residual
 

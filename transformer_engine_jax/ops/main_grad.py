@@ -7,6 +7,7 @@ main_grad: like an FP8 state's, a buffer's gradient is its next value. That of t
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.extend.core import set_current_trace, take_current_trace
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.arrays import arrays
-from transformer_engine_jax.tracing import kept_on
+from transformer_engine_jax.tracing import kept_on, level_of_user
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +81,13 @@ def claimed(main_grad: jax.Array | None, *others: jax.Array) -> tuple[jax.Array 
         pass
     trace = main_grad._trace
     known = {} if jax.config.jax_check_tracer_leaks else kept_on(trace, "_te_main_grads")
+    if jax.config.jax_check_tracer_leaks:  # what is kept would be taken for a leak
+        warnings.warn(
+            "main_grads: while JAX looks for leaked tracers (jax_check_tracer_leaks), a buffer of a kernel that a step "
+            "uses several times counts each time",
+            RuntimeWarning,
+            stacklevel=level_of_user(),
+        )
     if id(main_grad) in known:
         return known[id(main_grad)][1], False
     varying = [jax.typeof(x).manual_axis_type.varying for x in (main_grad, *others)]

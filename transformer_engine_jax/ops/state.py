@@ -36,8 +36,10 @@ def report(amax: jax.Array) -> jax.Array:
 
 def read(reports: jax.Array) -> jax.Array:
     """The largest reported amax of sums of reports f32[.., bins]; 0 where there was none."""
-    edges = jax.lax.bitcast_convert_type((jnp.arange(1, BINS + 1, dtype=jnp.int32) + _FIRST) << _SHIFT, jnp.float32)
-    return jnp.max(jnp.minimum(reports, edges.at[-1].set(jnp.inf)), axis=-1, initial=0.0)
+    bins = jnp.arange(BINS, dtype=jnp.int32)
+    edges = jax.lax.bitcast_convert_type((bins + 1 + _FIRST) << _SHIFT, jnp.float32)
+    within = jnp.where(bins < BINS - 1, jnp.minimum(reports, edges), reports)  # the last one has none
+    return jnp.max(within, axis=-1, initial=0.0)
 
 
 # --- Scales -----------------------------------------------------------------------------------------------------------

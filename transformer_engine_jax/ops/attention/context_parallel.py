@@ -174,7 +174,7 @@ def context_parallel_cudnn(
     operands = query, key, value
     sharded = P(batch, parallel.axis, heads)
     if options.softmax_type != "vanilla":
-        operands += (jnp.zeros(query.shape[2]) if softmax_offset is None else softmax_offset,)
+        operands += (jnp.zeros(query.shape[2], jnp.float32) if softmax_offset is None else softmax_offset,)
     specs = (*[sharded] * 3, P(heads))[: len(operands)]
     return on_axes({parallel.axis, *axes}, attention_of_parts, (parts,), operands, specs, sharded)
 

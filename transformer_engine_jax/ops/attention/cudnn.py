@@ -49,7 +49,7 @@ def cudnn_attention(
         given = dict(dropout_key=dropout_key, arguments=arguments)
         return by_examples_and_heads(cudnn_attention, options, query, key, value, **given)
     if options.softmax_type == "off_by_one":
-        softmax_offset = jnp.zeros(query.shape[2])
+        softmax_offset = jnp.zeros(query.shape[2], jnp.float32)
     form = visibility_form(options, query.shape[1], key.shape[1], sequence_descriptor, mask)
     given = dict(mask=mask, bias=bias, dropout_key=dropout_key, quantizers=quantizers)
     packed = as_packed(options, query, key, value, sequence_descriptor=sequence_descriptor, **given)

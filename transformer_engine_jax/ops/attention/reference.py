@@ -150,7 +150,7 @@ def _offset(options: Attention, softmax_offset) -> jax.Array | None:
     """f32[1, H or 1, 1, 1], one more logit of every query, or None."""
     if options.softmax_type == "vanilla":
         return None
-    offset = jnp.zeros(1) if options.softmax_type == "off_by_one" else softmax_offset
+    offset = jnp.zeros(1, jnp.float32) if options.softmax_type == "off_by_one" else softmax_offset
     return offset.astype(jnp.float32)[None, :, None, None]
 
 
@@ -179,7 +179,8 @@ def dropped(weights, key, rate: float, index) -> jax.Array:
     if rate == 0 or key is None:
         return weights
     batch, heads, _, k_len = weights.shape
-    of_row = lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 1.0 - rate, (batch, heads, k_len))
+    key = jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")  # rbg has none by row
+    of_row = lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), jnp.float32(1 - rate), (batch, heads, k_len))
     kept = jnp.moveaxis(jax.vmap(of_row)(index), 0, 2)
     return jnp.where(kept, weights / (1.0 - rate), 0.0)
 
@@ -221,10 +222,10 @@ def running_attention(options: Attention, query, value_size: int, softmax_offset
     shape = query.shape[:3]
     offset = _offset(options, softmax_offset)
     if offset is None:
-        top, total = jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape)
+        top, total = jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape, jnp.float32)
     else:  # one more logit, of no value
-        top, total = jnp.broadcast_to(offset[:, None, :, 0, 0], shape), jnp.ones(shape)
-    return Running(options, query, jnp.zeros((*shape, value_size)), top, total)
+        top, total = jnp.broadcast_to(offset[:, None, :, 0, 0], shape), jnp.ones(shape, jnp.float32)
+    return Running(options, query, jnp.zeros((*shape, value_size), jnp.float32), top, total)
 
 
 def _partial(options: Attention, rows: Rows, shared: Shared) -> tuple[jax.Array, jax.Array, jax.Array]:
