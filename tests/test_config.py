@@ -40,9 +40,10 @@ def test_64_bits_change_no_dropout(drops):
         testing.assert_same_bytes(drops(), expected)
 
 
-def test_64_bits_do_not_widen_attention_in_a_ring():
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off_by_one"])
+def test_64_bits_do_not_widen_attention_in_a_ring(softmax_type):
     options = dict(context_parallel_axis="cp", context_parallel_strategy="RING")
-    attention = DotProductAttention(32, 1, attn_mask_type="causal", **options)
+    attention = DotProductAttention(32, 1, attn_mask_type="causal", softmax_type=softmax_type, **options)
     mesh = testing.mesh_of((4,), ("cp",))
     with testing.on_mesh(mesh), jax.enable_x64(True):
         (q,) = testing.shard(mesh, [X[None, :, None]], [P(None, "cp")])

@@ -13,7 +13,7 @@ import steps
 from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
-from transformer_engine_jax import testing
+from transformer_engine_jax import sharding, testing
 from transformer_engine_jax.flax import STATE_COLLECTION, LayerNormMLP
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 16)))
@@ -138,6 +138,8 @@ def test_mistakes_in_products(call, error, message):
     [
         (lambda: te.dense(None, KERNEL), "dense: x"),
         (lambda: te.dense(X, None), "dense: kernel"),
+        (lambda: te.dense(X, te.Accumulating(KERNEL, None)), "dense: main_grad"),
+        (lambda: te.dot_product_attention(None, X, X, options=te.Attention(1.0)), "dot_product_attention: query"),
         (lambda: te.layernorm(X, None, KERNEL[:, 0]), "layernorm: gamma"),
         (lambda: te.rmsnorm(None, KERNEL[:, 0]), "rmsnorm: x"),
         (lambda: te.layernorm_dense(X, None, None, KERNEL), "layernorm_dense: gamma"),
@@ -165,6 +167,7 @@ def test_modules_are_attributes_once_asked_for():
     code = "import transformer_engine_jax as te; print(te.flax.DenseGeneral.__name__, te.nnx.DenseGeneral.__name__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "DenseGeneral DenseGeneral\n"
+    assert {"flax", "nnx"} <= set(dir(te)) and sharding.global_shard_guard is te.global_shard_guard
     with pytest.raises(AttributeError, match="quantize_once: not there yet"):
         te.quantize_once  # noqa: B018
     assert not hasattr(te, "anything")

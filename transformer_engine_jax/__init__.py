@@ -74,6 +74,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), "flax", "nnx"})
+
+
 def __getattr__(name: str):
     if name in ("flax", "nnx"):
         return _importlib.import_module(f"{__name__}.{name}")

@@ -17,6 +17,7 @@ from transformer_engine_jax.ops.state import (
     packed,
     read,
     scale_of_each,
+    states_in,
     unpacked,
     update_state,
 )
@@ -103,7 +104,8 @@ class QuantizerStates:
         """These after a step, but `old` where no output of it depended on them: to JAX the gradient then is zero."""
         if type(old) is not type(self) or self.packed is None or jnp.shape(old.packed) != jnp.shape(self.packed):
             return self
-        return type(self)(jnp.where(self.packed[..., 1:2] > 0, self.packed, old.packed))
+        uses = self.packed[..., 1:2]
+        return type(self)(jnp.where((uses != 0) & jnp.isfinite(uses), self.packed, old.packed))
 
     @classmethod
     def of(cls, states: Any) -> Any:
@@ -207,6 +209,7 @@ def start(
     for (name, old), dtype in zip(states.states().items(), dtypes):
         last = scale_of_each(old.scale, old.uses)
         state = mended_ones[name]
-        scale = jnp.where(old.uses > 1, delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype), last)
+        scale = delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype)
+        scale = jnp.where(states_in(old.uses) == 1, last, scale)
         mended_ones[name] = state._replace(scale=scale)
     return states.pack(**mended_ones), [state.scale for state in mended_ones.values()]

@@ -128,9 +128,9 @@ class DelayedScaling(Recipe):
       amax_compute_algo: "max" over the history, "most_recent", or a function f32[H] -> f32[] (newest first).
       scaling_factor_compute_algo: None, or a function (amax f32[], scale f32[], fp8_max, recipe) -> f32[].
       reduce_amax: one amax for all shards of a tensor; False raises, as a tensor is one whatever its sharding.
-      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype. With
-        mask arrays, biases, dropout, score_mod, another softmax, several sequences in a row, or head sizes that are no
-        multiples of 16 up to 128, all is in high precision, and a warning says so.
+      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype. What
+        it has no kernels for, such as mask arrays, biases, dropout, score_mod, another softmax, several sequences in a
+        row, or head sizes that are no multiples of 16 up to 128, is in high precision, and a warning says why.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in
         FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of the product of
@@ -185,9 +185,9 @@ class Float8CurrentScaling(Recipe):
       fp8_format: formats of the forward and the backward pass.
       use_power_2_scales: round scales down to powers of two.
       amax_epsilon: amaxes below it count as it.
-      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype. With
-        mask arrays, biases, dropout, score_mod, another softmax, several sequences in a row, or head sizes that are no
-        multiples of 16 up to 128, all is in high precision, and a warning says so.
+      fp8_dpa: the forward pass of attention takes query, key and value in FP8; its backward is in their own dtype. What
+        it has no kernels for, such as mask arrays, biases, dropout, score_mod, another softmax, several sequences in a
+        row, or head sizes that are no multiples of 16 up to 128, is in high precision, and a warning says why.
       fp8_mha: the projections around attention in FP8 without casts between; not available, True raises.
       fp8_gemms: which products of modules run in FP8: "auto" leaves those in high precision that would be slower in
         FP8 on the GPU at hand, and on other devices none; "all"; or a function (m, k, n) -> bool of the product of

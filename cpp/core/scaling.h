@@ -64,7 +64,7 @@ TE_EVERYWHERE float larger(float a, float b) { return a > b ? a : b; }
 TE_EVERYWHERE int64_t newest_of(int64_t length) { return 1 % length; }
 
 // How many states were added together, by the `uses` of their sum: less than one, or negative, where somebody scaled
-// it as gradients are scaled; 1 for a sum of none.
+// the sum as gradients are scaled; 1 for a sum of none.
 TE_EVERYWHERE float states_in(float uses) { return finite_positive(uses < 0.f ? -uses : uses) ? uses : 1.f; }
 
 // Slot i of the history in a sum of n states: all but the newest amax are n times what they were, and what is no amax
@@ -82,7 +82,7 @@ TE_EVERYWHERE float in_window(const float* history, int64_t i, int64_t length, f
 // The scale of a sum of n states whose window holds this amax, or of none.
 TE_EVERYWHERE float mended_scale(float scale, float n, float window, float fp8_max, float two_to_margin) {
   const float mean = scale / n, last = finite_positive(mean) ? mean : 1.f;
-  return n > 1.f ? next_scale(window, last, fp8_max, two_to_margin) : last;
+  return n == 1.f ? last : next_scale(window, last, fp8_max, two_to_margin);
 }
 
 TE_EVERYWHERE float current_scale(float amax, const CurrentScaleAttributes& a) {
@@ -174,7 +174,7 @@ struct ScaleSource {
     if (kind == kAmax) return current_scale(*data, current);
     const float n = states_in(data[kUses]);
     float window = 0.f;
-    if (n > 1.f) {  // seldom
+    if (n != 1.f) {  // seldom
 #ifdef __CUDA_ARCH__
 #pragma unroll 1
 #endif

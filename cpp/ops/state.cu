@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) update_states(const States all) {
   }
   amax = largest_of_block(amax);
   if (!all.most_recent) others = largest_of_block(others);
-  if (n > 1.f) before = largest_of_block(before);
+  if (n != 1.f) before = largest_of_block(before);
   if (threadIdx.x) return;
   next[kHistory + newest_of(length)] = amax;
   const float old_scale = mended_scale(stored, n, before, fp8_max, all.two_to_margin);

@@ -362,16 +362,34 @@ def test_a_state_of_another_dtype_says_what_to_leave():
             module.apply(variables, x)
 
 
-def test_a_loss_scale_over_all_variables_leaves_the_state_as_it_is():
+OWN = te.recipe.DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.max())
+
+
+@pytest.mark.parametrize("rec", [DELAYED, OWN], ids=["delayed", "own rule"])
+def test_a_loss_scale_over_all_variables_leaves_the_state_as_it_is(rec):
     """Flax's divides the state with the gradients among which it comes."""
     model, factor = LayerNormMLP(intermediate_dim=32), 2.0**10
-    apart = among = steps.init(model, X, rec=DELAYED)
+    apart = among = steps.init(model, X, rec=rec)
     loss = lambda v, x: jnp.sum(model.apply(v, x)[0] ** 2)
     scaler = DynamicScale(scale=factor)
-    with steps.autocast(DELAYED):
+    with steps.autocast(rec):
         for i in range(4):
             grads = jax.grad(lambda v, x: factor * loss(v, x))(apart, (i + 1) * X)
             scaler, finite, _, divided = scaler.value_and_grad(loss)(among, (i + 1) * X)
             assert finite
             testing.assert_close(divided["params"], jax.tree.map(lambda g: g / factor, grads["params"]), emulated.F32)
             apart, among = ({**v, STATE_COLLECTION: g[STATE_COLLECTION]} for v, g in ((apart, grads), (among, divided)))
+
+
+def test_gradients_of_what_is_maximized_update_states_too():
+    model = DenseGeneral(features=16)
+    variables = steps.init(model, X, rec=DELAYED)
+    with steps.autocast(DELAYED):
+        loss = lambda v: jnp.sum(model.apply(v, X) ** 2)
+        grads = jax.grad(loss)(variables)
+        ascent = te.update_collections(jax.tree.map(jnp.negative, grads), variables)
+        descent = te.update_collections(grads, variables)
+        testing.assert_close(
+            jax.grad(loss)(ascent), jax.grad(loss)({**descent, "params": ascent["params"]}), emulated.F32
+        )
+    assert (ascent[STATE_COLLECTION]["gemm_state"].packed[:, 1] == -1).all()

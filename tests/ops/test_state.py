@@ -153,16 +153,23 @@ def test_the_scale_of_added_or_missing_states_is_mended():
 
 
 @pytest.mark.parametrize("factor", [2.0**-15, -0.5])
-@pytest.mark.parametrize("most_recent", [False, True])
-def test_a_state_that_was_scaled_is_what_it_was(factor, most_recent):
+@pytest.mark.parametrize("most_recent, window", [(False, 9), (True, 3)])
+def test_a_state_that_was_scaled_is_what_it_was(factor, most_recent, window):
     """As gradients are, by a loss scale, a clip or the sign of what is maximized."""
-    state = packed(jnp.float32(7), jnp.float32(1), jnp.float32([5, 3, 9, 0]))
-    np.testing.assert_array_equal(mended(factor * state, 448.0, 2.0, most_recent), state)
-    assert_cast_with((factor * state)[None], Scaling("states", two_to_margin=2.0, most_recent=most_recent), 7)
+    scale = np.float32(448) / np.float32(window) / 2
+    state = packed(jnp.float32(scale), jnp.float32(1), jnp.float32([5, 3, 9, 0]))
+    testing.assert_close(mended(factor * state, 448.0, 2.0, most_recent), state, 2.0**-22)  # as `same` says
+    assert_cast_with((factor * state)[None], Scaling("states", two_to_margin=2.0, most_recent=most_recent), scale)
     rule = {**RULE, "most_recent": most_recent}
     for out in on_each_platform(lambda s, r: update_state(s[None], r, **rule)[0], factor * state, report_of(4.0)):
-        scale = 448 / (4 if most_recent else 9) / 2
+        scale = np.float32(448) / np.float32(4 if most_recent else 9) / 2
         np.testing.assert_array_equal(out, jnp.float32([scale, 1, 0, 4, 3, 9]))
+
+
+def test_a_sum_that_was_scaled_has_the_scale_of_its_history():
+    """Not the mean of the scales, which a step that saw little would dominate."""
+    added = packed(jnp.float32(1e6), jnp.float32(4), jnp.float32([4 * 5, 8, 4 * 9, 0]))
+    assert_cast_with(added[None] / 1024, Scaling("states", two_to_margin=2.0), np.float32(448) / np.float32(9) / 2)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

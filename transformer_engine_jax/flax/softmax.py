@@ -62,9 +62,10 @@ class Softmax(nn.Module):
 
     def _checked_type(self, mask, softmax_offset) -> SoftmaxFusionType:
         kind, softmax_type = self.softmax_fusion_type, self.softmax_type
-        known = isinstance(kind, SoftmaxFusionType) or str(kind).upper() in SoftmaxFusionType.__members__
-        _expect(known, "softmax_fusion_type", f"one of {list(SoftmaxFusionType.__members__)}", repr(kind))
-        kind = SoftmaxFusionType(kind)
+        try:
+            kind = SoftmaxFusionType(kind)
+        except ValueError:
+            _expect(False, "softmax_fusion_type", f"one of {list(SoftmaxFusionType.__members__)}", repr(kind))
         if mask is None:
             _expect(kind is not SoftmaxFusionType.SCALED_MASKED, "mask", "one with SCALED_MASKED", "none; use SCALED")
         else:

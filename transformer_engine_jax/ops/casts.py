@@ -29,6 +29,11 @@ def _check(op: str, name: str, got, allowed: tuple) -> None:
         raise ValueError(f"{op}: {name}: expected one of {', '.join(map(str, map(np.dtype, allowed)))}, got {got}")
 
 
+def _f32(number):
+    """A number of Python's as f32; else what is given."""
+    return jnp.float32(number) if isinstance(number, int | float) else number
+
+
 def _check_scalar(op: str, name: str, x) -> None:
     if x.shape != () or x.dtype != jnp.float32:
         raise ValueError(f"{op}: {name}: expected f32[], got {x.dtype}{list(x.shape)}")
@@ -49,7 +54,7 @@ def quantize(x, scale, *, dtype, k_axes: int = 1, q_t: bool = False) -> Quantize
     Raises:
       ValueError: for other dtypes, a scale that is not f32[], or more k_axes than x has.
     """
-    x, scale = arrays("quantize", {"x": x, "scale": np.float32(scale) if isinstance(scale, int | float) else scale})
+    x, scale = arrays("quantize", {"x": x, "scale": _f32(scale)})
     _check("quantize", "x", x.dtype, FLOATS)
     _check("quantize", "dtype", dtype, (E4M3, E5M2))
     _check_scalar("quantize", "scale", scale)
@@ -72,8 +77,7 @@ def dequantize(q, scale_inv, *, dtype) -> jax.Array:
 
     It has no derivative.
     """
-    scale_inv = np.float32(scale_inv) if isinstance(scale_inv, int | float) else scale_inv
-    q, scale_inv = arrays("dequantize", {"q": q, "scale_inv": scale_inv})
+    q, scale_inv = arrays("dequantize", {"q": q, "scale_inv": _f32(scale_inv)})
     _check("dequantize", "q", q.dtype, (E4M3, E5M2))
     _check("dequantize", "dtype", dtype, FLOATS)
     _check_scalar("dequantize", "scale_inv", scale_inv)

@@ -166,7 +166,8 @@ def layernorm_mlp(
       kernel_axes: those of the kernels, as `dense` has them.
 
     Raises:
-      ValueError: the shapes or dtypes do not fit, kernels are not two, or both residual and return_input.
+      ValueError: the shapes or dtypes do not fit, kernels are not two, gamma or beta without a norm, or both residual
+        and return_input.
       TypeError: `quantizers` are not of gemm_quantizers, or norm_options is no Norm.
     """
     x, gamma, beta, bias_1, bias_2 = arrays("layernorm_mlp", {"x": x}, gamma, beta, *biases)

@@ -26,8 +26,8 @@ class Accumulating:
     Several products of a step may use a buffer, which counts once. It counts each time where JAX adds up gradients out
     of sight of the ops: those of several calls of a function that is jitted or rematerialised by itself, with the
     gradient taken outside of it, of calls of a scan or vmap that slices it each time, of the steps of a scan with the
-    buffer in its carry, and of the shards of a shard_map with check_vma=False (there, reduce over the mesh after the
-    last microbatch).
+    buffer in its carry, of the shards of a shard_map with check_vma=False (there, reduce over the mesh after the last
+    microbatch), and of traces that JAX checks for leaks.
     """
 
     kernel: jax.Array  # [k.., n..] f32, f16 or bf16
@@ -44,7 +44,7 @@ def unpacked(op: str, kernel) -> tuple[jax.Array, jax.Array | None]:
         return *arrays(op, {"kernel": kernel}), None
     (kernel,), main_grad = arrays(op, {"kernel": kernel.kernel}), kernel.main_grad
     if not isinstance(main_grad, jax.Array):  # of one JAX may make another, and `claimed` would take that for another
-        main_grad = jnp.asarray(main_grad)
+        (main_grad,) = arrays(op, {"main_grad": main_grad})
     if main_grad.shape != kernel.shape or main_grad.dtype != jnp.float32:
         raise ValueError(
             f"{op}: main_grad: expected float32{list(kernel.shape)}, the kernel's shape, got "
@@ -67,6 +67,19 @@ def _enter_backward(_, main_grad, products):
 _enter = differentiable(_enter_forward, _enter_backward)
 
 
+def _known_on(trace) -> dict:
+    """What `claimed` keeps; nothing where JAX would take that for a leak."""
+    if not jax.config.jax_check_tracer_leaks:
+        return kept_on(trace, "_te_main_grads")
+    warnings.warn(
+        "main_grads: while JAX looks for leaked tracers (jax_check_tracer_leaks), a buffer of a kernel that a step "
+        "uses several times counts each time",
+        RuntimeWarning,
+        stacklevel=level_of_user(),
+    )
+    return {}
+
+
 def claimed(main_grad: jax.Array | None, *others: jax.Array) -> tuple[jax.Array | None, bool | None]:
     """(what stands for a buffer in a product with these others, whether the product adds to it); None without one.
 
@@ -80,14 +93,7 @@ def claimed(main_grad: jax.Array | None, *others: jax.Array) -> tuple[jax.Array 
     with take_current_trace() as here:
         pass
     trace = main_grad._trace
-    known = {} if jax.config.jax_check_tracer_leaks else kept_on(trace, "_te_main_grads")
-    if jax.config.jax_check_tracer_leaks:  # what is kept would be taken for a leak
-        warnings.warn(
-            "main_grads: while JAX looks for leaked tracers (jax_check_tracer_leaks), a buffer of a kernel that a step "
-            "uses several times counts each time",
-            RuntimeWarning,
-            stacklevel=level_of_user(),
-        )
+    known = _known_on(trace)
     if id(main_grad) in known:
         return known[id(main_grad)][1], False
     varying = [jax.typeof(x).manual_axis_type.varying for x in (main_grad, *others)]

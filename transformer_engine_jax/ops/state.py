@@ -72,7 +72,8 @@ def mended(state: jax.Array, fp8_max: float, two_to_margin: float, most_recent: 
     In a sum of n updated states of one step all but the newest amax are n times what they were; the newest ones add up
     to at most n times their maximum, which is kept: an amax may be too large, never too small. A state that no output
     depended on comes back as zeros, and starts anew. One that was scaled with the gradients among which it came, by a
-    loss scale or by clipping, has less than one use: divided by that it is what it was.
+    loss scale or by clipping, has less than one use, or a negative one: divided by that it is what it was, and a sum of
+    several their mean.
     """
     scale, uses, history = unpacked(state)
     n = states_in(uses)
@@ -82,7 +83,7 @@ def mended(state: jax.Array, fp8_max: float, two_to_margin: float, most_recent: 
     history = jnp.where((history > 0) & jnp.isfinite(history), history, 0.0)
     last = scale_of_each(scale, uses)
     window = history[..., newest] if most_recent else jnp.max(history, axis=-1)
-    scale = jnp.where(n > 1, scale_from_amax(window, last, fp8_max, two_to_margin), last)
+    scale = jnp.where(n == 1, last, scale_from_amax(window, last, fp8_max, two_to_margin))
     return packed(scale, jnp.ones_like(uses), history)
 
 

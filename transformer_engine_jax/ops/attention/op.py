@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.decisions import decided
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.attention.backends import (
     as_packed,
     attention_backend,
@@ -69,13 +70,13 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes or dtypes do not fit, both mask and descriptor, or a softmax_offset where none is used.
-      TypeError: sequence_descriptor is none, or mask or bias is one.
+      TypeError: sequence_descriptor is another thing, mask or bias is a descriptor, or query, key or value is None.
     """
     qkv = None
     if key is None or value is None:
-        qkv = _checked_qkv(jnp.asarray(query), key, value)
+        qkv = _checked_qkv(*arrays("dot_product_attention", {"query": query}), key, value)
         query, key, value = parts(qkv)
-    query, key, value = map(jnp.asarray, (query, key, value))
+    query, key, value = arrays("dot_product_attention", dict(query=query, key=key, value=value))
     options.check()
     _check_shapes(query, key, value)
     query, key, value = (with_whole_heads(x, 2) for x in (query, key, value))
