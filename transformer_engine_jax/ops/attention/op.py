@@ -70,7 +70,7 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes or dtypes do not fit, both mask and descriptor, or a softmax_offset where none is used.
-      TypeError: sequence_descriptor is another thing, mask or bias is a descriptor, or query, key or value is None.
+      TypeError: sequence_descriptor is another thing, mask or bias is a descriptor, or query is None.
     """
     qkv = None
     if key is None or value is None:
