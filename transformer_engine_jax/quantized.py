@@ -13,6 +13,7 @@ import numpy as np
 from transformer_engine_jax.ops.state import (
     GIVEN,
     Scaling,
+    in_use,
     mended,
     packed,
     read,
@@ -104,8 +105,7 @@ class QuantizerStates:
         """These after a step, but `old` where no output of it depended on them: to JAX the gradient then is zero."""
         if type(old) is not type(self) or self.packed is None or jnp.shape(old.packed) != jnp.shape(self.packed):
             return self
-        uses = self.packed[..., 1:2]
-        return type(self)(jnp.where((uses != 0) & jnp.isfinite(uses), self.packed, old.packed))
+        return type(self)(jnp.where(in_use(self.packed[..., 1:2]), self.packed, old.packed))
 
     @classmethod
     def of(cls, states: Any) -> Any:

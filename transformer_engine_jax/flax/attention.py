@@ -43,8 +43,8 @@ class MultiHeadAttention(Fp8Module):
     """Norm, projections, attention and the output projection; returns (out, the norm's output or None).
 
     With return_layernorm_output and no norm the second is inputs_q. Submodules `qkv` | `query`, `kv` | `query`, `key`,
-    `value`, `out`, and `core_attention` where that has an offset or a state. scale_attn_logits=False leaves 1 /
-    sqrt(head_dim) to the query kernel's initial value (scaled_query_init). rotary_pos_emb_windows: (min, max)
+    `value`, `out`, and `core_attention` where that has an offset or a state. scale_attn_logits=False leaves
+    1 / sqrt(head_dim) to the query kernel's initial value (scaled_query_init). rotary_pos_emb_windows: (min, max)
     wavelengths over 2 pi; rotary_pos_emb_group_method: "consecutive" turns features 2i and 2i + 1 together, "alternate"
     i and i + head_dim / 2. low_rank_adaptation_scope: LoRA of "none", "all", "qkv_proj" or "output_proj", or of all but
     one, "exclude_qkv_proj" or "exclude_output_proj". qk_norm_type: a norm of each head's query and key, "layernorm" or

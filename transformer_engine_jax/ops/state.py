@@ -55,9 +55,14 @@ def unpacked(state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return state[..., 0], state[..., 1], state[..., 2:]
 
 
+def in_use(uses: jax.Array) -> jax.Array:
+    """Whether a state came out of a step at all, by its uses f32[..]; 0 is the gradient of one that did not."""
+    return (uses != 0) & jnp.isfinite(uses)
+
+
 def states_in(uses: jax.Array) -> jax.Array:
     """How many updated states f32[..] were added together: less than 1 if their sum was scaled, 1 for a sum of none."""
-    return jnp.where((uses != 0) & jnp.isfinite(uses), uses, 1.0)
+    return jnp.where(in_use(uses), uses, 1.0)
 
 
 def scale_of_each(scale: jax.Array, uses: jax.Array) -> jax.Array:
