@@ -100,7 +100,7 @@ inline bool is_16_bits(const ffi::AnyBuffer& b) {
 // ---- Its graph --------------------------------------------------------------------------------------
 
 // Kinds of graphs, which keys tell apart; and the tensors of all of them.
-enum AttentionKind : int64_t { kForward = 1, kBackward, kFp8Forward, kPackedForward, kPackedBackward };
+enum AttentionKind : int64_t { kForward = 1, kBackward, kFp8Forward, kPackedForward, kPackedBackward, kCachedForward };
 enum AttentionUid : int64_t {
   kQ = 1,
   kK,

@@ -85,7 +85,10 @@ class AttentionGraph {
           .set_seq_len_kv(integers(kKLen, sequences(), Type::INT32));
     }
     if (o.causal) {
-      options.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT).set_diagonal_band_right_bound(0);
+      // Queries of a cache end with their keys.
+      using Alignment = fe::DiagonalAlignment_t;
+      options.set_diagonal_alignment(call_.kind == kCachedForward ? Alignment::BOTTOM_RIGHT : Alignment::TOP_LEFT)
+          .set_diagonal_band_right_bound(0);
     }
     // cuDNN counts the query's own position as part of the window.
     if (o.left >= 0) options.set_diagonal_band_left_bound(static_cast<int>(o.left) + 1);
@@ -128,6 +131,12 @@ void build_forward(AttentionGraph tensors) {
   tensors.as_stats(stats).set_output(true);
 }
 
+void build_cached_forward(AttentionGraph tensors) {
+  const auto options = tensors.with_options(fe::graph::SDPA_attributes().set_generate_stats(false));
+  auto [o, stats] = tensors.graph.sdpa(tensors.rows(kQ), tensors.columns(kK), tensors.columns(kV), options);
+  tensors.as_rows(o, kO).set_output(true);
+}
+
 void build_fp8_forward(AttentionGraph tensors) {
   const auto options = tensors.with_options(fe::graph::SDPA_fp8_attributes().set_generate_stats(true));
   auto [o, stats, amax_s, amax_o] = tensors.graph.sdpa_fp8(
@@ -159,6 +168,7 @@ cudnn::Call graph_call(const char* op, const AttentionCall& call) {
             switch (call.kind) {
               case kForward:
               case kPackedForward: return build_forward({call, graph});
+              case kCachedForward: return build_cached_forward({call, graph});
               case kFp8Forward: return build_fp8_forward({call, graph});
               case kBackward:
               case kPackedBackward: return build_backward({call, graph});

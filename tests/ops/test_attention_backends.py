@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_attention
 import pytest
+from cudnn_stand_in import public_call
 from emulated import BF16, F32
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -73,55 +74,12 @@ CASES = {
     "window of packed": ("packed", dict(causal=True, window=(4, 0)), packed(), PACKED_ROWS, None, None),
 }
 
-# --- A stand-in for cuDNN --------------------------------------------------------------------------------------------
-
-
-@jax.custom_vjp
-def unwritten(x, written):
-    """x, of whose gradient only a part is written."""
-    return x
-
-
-unwritten.defvjp(
-    lambda x, written: (x, written), lambda written, dx: (jnp.where(written[..., None, None], dx, jnp.nan), None)
-)
-
-
-def softmax_attention(query, key, value, bias, seen, written, read, scale):
-    """As cuDNN: NaN where a query that it computes sees nothing, and in what it does not write."""
-    query, key, value = (unwritten(x, w) for x, w in ((query, written), (key, read), (value, read)))
-    seen = seen | ~written[:, None, :, None]  # what is not computed is in no gradient of others
-    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale + (0 if bias is None else bias)
-    weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
-    return jnp.where(written[..., None, None], jnp.einsum("bhqk,bkhd->bqhd", weights, value), jnp.nan)
-
-
-def public_call(
-    query, key, value, bias=None, mask=None, *, implementation, scale, is_causal=False, local_window_size=None,
-    query_seq_lengths=None, key_value_seq_lengths=None,
-):  # fmt: skip
-    """jax.nn.dot_product_attention(implementation="cudnn"): masks are large negative biases, its windows look back."""
-    assert implementation == "cudnn" and query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
-    for x in (bias, mask):
-        assert x is None or x.shape[2:] == (query.shape[1], key.shape[1])
-    if mask is not None:
-        bias = jnp.where(mask, 0.0, -(2.0**41)) + (0 if bias is None else bias)
-    i, j = np.arange(query.shape[1])[:, None], np.arange(key.shape[1])
-    seen = np.ones((1, 1, i.size, j.size), bool) & (not is_causal or j <= i)
-    if local_window_size is not None:
-        assert is_causal and local_window_size[1] == 0
-        seen = seen & (j >= i - local_window_size[0])
-    written, read = np.ones((B, i.size), bool), np.ones((B, j.size), bool)
-    if query_seq_lengths is not None:
-        seen = seen & (j < key_value_seq_lengths[:, None, None, None])
-        written, read = i[:, 0] < query_seq_lengths[:, None], j < key_value_seq_lengths[:, None]
-    return softmax_attention(query, key, value, bias, seen, written, read, scale)
-
 
 @pytest.fixture
 def stand_in(monkeypatch, request):
     """Of JAX's calls; packed rows have handlers of ours, and references."""
+    if jax.default_backend() == "gpu" and request.function is test_masks_and_biases_of_odd_lengths:
+        return
     packed = "packed" in request.node.callspec.params["case"]
     monkeypatch.setattr(backends, "packs", lambda: packed)
     monkeypatch.setattr(cudnn, "_has_handlers", lambda *_: False)
@@ -202,6 +160,36 @@ def test_cudnn_itself_in_a_window():
     expected = numpy_attention.attention(options, seen, *(np.asarray(a, np.float32) for a in x), None)
     out, vjp = jax.vjp(partial(dot_product_attention, options=options), *x[:3])
     testing.assert_close((out, list(vjp(x[3]))), expected, 5 * BF16)
+
+
+ODD = {
+    "mask": (31, K, dict(causal=True, mask=MASK[:, :, :-1])),
+    "bias": (Q, 23, dict(causal=True, bias=BIAS[..., :-1])),
+    "bias of one query": (1, 23, dict(bias=BIAS[:, :, :1, :-1])),
+    "both": (31, 23, dict(bias=BIAS[:, :1, :1, :-1], mask=MASK[:1, :, :1, :-1])),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_masks_and_biases_of_odd_lengths(case, stand_in):
+    """cuDNN is given even ones. On a GPU itself, in bf16; elsewhere the stand-in."""
+    q_len, k_len, call = ODD[case]
+    gpu, given = jax.default_backend() == "gpu", dict(call)
+    options = Attention(0.3, causal=given.pop("causal", False))
+    dtype, bound = (jnp.bfloat16, 5 * BF16) if gpu else (jnp.float32, F32)
+    arrays = [QUERY[:, :q_len], KEY[:, :k_len], VALUE[:, :k_len], DY[:, :q_len]]
+    *qkv, dy = (jnp.asarray(x, dtype) for x in arrays)
+    bias = None if given.get("bias") is None else jnp.asarray(given["bias"], dtype)
+    queries, keys = places(None, q_len, k_len, options)
+
+    def call(*args):
+        at = dict(sequence_descriptor=None, queries=queries, keys=keys, mask=given.get("mask"))
+        return cudnn_attention(options, *args[:3], bias=args[3] if args[3:] else None, **at)
+
+    seen = numpy_attention.seen_keys(options, B, q_len, k_len, None, given.get("mask"))
+    wide = [None if x is None else np.asarray(x, np.float32) for x in (*qkv, dy, bias)]
+    out, vjp = jax.vjp(call, *qkv, *([] if bias is None else [bias]))
+    testing.assert_close((out, list(vjp(dy))), numpy_attention.attention(options, seen, *wide), bound)
 
 
 LENGTHS = dict(sequence_descriptor=SequenceDescriptor.from_seqlens(np.array([16, 9])))
@@ -303,8 +291,9 @@ def of_long(examples_and_heads: tuple[int, int]) -> jax.ShapeDtypeStruct:
         ({"k": 0}, {}, {}, "more than one query or key"),
         ({"q": 1, "k": 1}, {}, {}, "more than one query or key"),
         ({"k": 25}, {"causal": True}, {}, "has all that is asked for"),
-        ({"k": 25}, {"causal": True, "bottom_right": True}, {}, "need even lengths, not 32 and 25"),
-        ({"q": 31}, {}, {"bias": BIAS[:, :, :1]}, "need even lengths, not 31 and 24"),
+        ({"k": 25}, {"causal": True, "bottom_right": True}, {}, "has all that is asked for"),
+        ({"q": 31}, {}, {"bias": BIAS[:, :, :1]}, "has all that is asked for"),
+        ({"q": 31}, {}, {"bias": BIAS[:, :, :1], "sequence_descriptor": PADDED}, "even rows, not of 31 and 24"),
         ({}, {"softmax_type": "off_by_one"}, {}, "has all that is asked for"),
         ({}, {"softmax_type": "off_by_one"}, {"bias": BIAS}, "off_by_one softmax has no masks, biases or sequences"),
         ({"d": 32}, {"softmax_type": "off_by_one"}, {"sequence_descriptor": PADDED}, "has all that is asked for"),

@@ -165,8 +165,8 @@ class DotProductAttention(Fp8Module):
             )
         if sequence_descriptor is not None and cache_index is not None:
             raise self._error(
-                "sequence_descriptor: expected None with a KV cache, which holds one sequence a row; give padding as "
-                "mask=, True for the cache's tokens that are masked out"
+                "sequence_descriptor: expected None with a KV cache, which holds one sequence a row and counts places "
+                "from its start; pad shorter prompts on the left, and give mask=, True for the padding"
             )
         if cache_index is not None and self.context_parallel_axis:
             raise self._error("context_parallel_axis: expected '' with a KV cache, which is not sharded by tokens")

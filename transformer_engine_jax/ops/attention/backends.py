@@ -106,15 +106,17 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         yield not parts_only, f"over {context_parallel.axis!r} cuDNN has no masks, biases, windows or descriptors"
         yield options.causal and q_len != k_len, f"over {context_parallel.axis!r} cuDNN needs as many keys as queries"
         return
-    masked = form == "mask"
-    if masked or bias is not None:
-        yield bool(q_len % 2 or k_len % 2), f"cuDNN's masks and biases need even lengths, not {q_len} and {k_len}"
-    if masked:
+    odd = bias is not None and form == "lengths" and bool(q_len % 2 or k_len % 2)
+    yield odd, f"cuDNN's biases of sequences of some lengths need even rows, not of {q_len} and {k_len}"
+    if form == "mask":
         shared = sequences is None and (mask is None or mask.shape[0] == 1)
         entries = (1 if shared else batch) * (1 if mask is None else mask.shape[1]) * q_len * k_len
         what = "padding, window and alignment this way only as a mask"
         yield 2 * entries > MOST_BYTES, f"cuDNN takes {what}, of {2 * entries / 2**30:.1f} GiB"
-    yield form == "packed" and bias is not None, "cuDNN has no bias for packed sequences"
+    yield form in ("packed", "cache") and bias is not None, "cuDNN has no bias for packed sequences and caches"
+    if form == "cache":
+        yield size > MOST_HEAD_SIZE, f"over a cache, cuDNN needs head sizes up to {MOST_HEAD_SIZE}, not {size}"
+        yield missing() != "", missing()
 
 
 def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):
@@ -140,10 +142,13 @@ def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias,
 
 
 def visibility_form(options: Attention, q_len: int, k_len: int, sequences: SequenceDescriptor | None, mask) -> str:
-    """How visibility is told to cuDNN: "plain", by "lengths", by lengths and offsets ("packed"), or by a "mask"."""
+    """How visibility is told to cuDNN: "plain", by "lengths", by lengths and offsets ("packed"), or by a "mask"; or by
+    lengths that end together, of a "cache"."""
     left, _ = options.reach
     if mask is not None or (options.reach != (-1, -1) and not options.causal):
         return "mask"
+    if sequences is not None and sequences.cached:
+        return "cache"
     if options.bottom_right and (sequences is not None or q_len != k_len):
         return "mask"
     if sequences is None:

@@ -17,8 +17,9 @@ from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, visibility_form
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
-from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, widened
+from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, filled, widened
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
+from transformer_engine_jax.ops.attention.flash_cached import cached_attention
 from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packed_attention
 from transformer_engine_jax.ops.attention.fp8 import fp8_attention
 from transformer_engine_jax.ops.attention.options import Attention
@@ -59,13 +60,16 @@ def cudnn_attention(
     if packed:
         at = attending(options, runs(sequence_descriptor), query.shape[1], key.shape[1])
         return packed_attention(options, query, key, value, at, softmax_offset)[..., :v_size]
+    if form == "cache":
+        return cached_attention(options, query, key, value, *sequence_descriptor.seqlens)[..., :v_size]
     if softmax_offset is not None:
         return _with_offset(options, query, key, value, softmax_offset)[..., :v_size]
     if bias is not None:
         bias = _placed(None, query, _bias(options, bias, query, key))
-    if form == "plain":
+    odd = bias is not None and (query.shape[1] % 2 or key.shape[1] % 2)
+    if form == "plain" and not odd:
         out = _call(options, query, key, value, bias, dropout_key, quantizers)
-    elif form == "mask":
+    elif form in ("plain", "mask"):
         out = _masked(options, query, key, value, bias, queries, keys, mask)
     else:
         out = _by_lengths(options, query, key, value, bias, dropout_key, quantizers, sequence_descriptor)
@@ -117,12 +121,17 @@ def _has_handlers(options: Attention, query, key) -> bool:
 
 def _masked(options: Attention, query, key, value, bias, queries: Places, keys: Places, mask) -> jax.Array:
     query, key, value = _sharded_alike(query, key, value)
+    q_len, k_len = query.shape[1], key.shape[1]
     seen = visible(options, queries, keys, mask)
-    seen = _as_query(query, jnp.broadcast_to(seen, (*seen.shape[:2], query.shape[1], key.shape[1])))
-    out = jax.nn.dot_product_attention(query, key, value, bias, seen, scale=options.scale, implementation="cudnn")
+    seen = jnp.ones((1, 1, 1, 1), bool) if seen is None else seen
+    seen = _as_query(query, jnp.broadcast_to(seen, (*seen.shape[:2], q_len, k_len)))
     # To cuDNN a mask is a large negative bias: where nothing is seen, all is seen alike.
     some = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]  # [B or 1, Q, H or 1, 1]
-    return jnp.where(some, out, jnp.zeros((), out.dtype))
+    # Its masks and biases need even lengths: one more query, and one more key, which nobody sees.
+    query, key, value = (filled(x, {1: x.shape[1] % 2}) for x in (query, key, value))
+    bias, seen = (None if x is None else filled(x, {2: q_len % 2, 3: k_len % 2}) for x in (bias, seen))
+    out = jax.nn.dot_product_attention(query, key, value, bias, seen, scale=options.scale, implementation="cudnn")
+    return jnp.where(some, out[:, :q_len], jnp.zeros((), out.dtype))
 
 
 def _by_lengths(

@@ -54,7 +54,12 @@ def attention_of_parts(parts: Parts, query, key, value, offset=None) -> jax.Arra
 
 def widened(x, size: int) -> jax.Array:
     """x with zeros up to a head size of `size`, which change neither logits nor sums."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
+    return filled(x, {3: size - x.shape[-1]})
+
+
+def filled(x, more: dict[int, int]) -> jax.Array:
+    """x with so many more zeros at the ends of these axes."""
+    return jnp.pad(x, [(0, more.get(axis, 0)) for axis in range(x.ndim)]) if any(more.values()) else x
 
 
 def _forward(parts: Parts, query, key, value, offset):

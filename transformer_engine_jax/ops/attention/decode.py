@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from transformer_engine_jax.decisions import platform
+from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing, on_hopper
 from transformer_engine_jax.ops.attention.op import check_broadcast, dot_product_attention
 from transformer_engine_jax.ops.attention.options import Attention
-from transformer_engine_jax.ops.attention.sequences import Places, visible
+from transformer_engine_jax.ops.attention.sequences import Places, SequenceDescriptor, visible
 from transformer_engine_jax.sharding import sharded_as
 
 
@@ -57,7 +60,7 @@ def decode_attention(
 
     Args:
       query: [B, Q, H, D].
-      key, value: [B, S, G, D] of the cache. Its tokens from index + Q on are not there yet, and hidden.
+      key, value: [B, S, G, D] of the cache. Its tokens from index + Q on are not there yet, and hidden; finite numbers.
       index: i32[] where in the cache the first query stands. Causality, window and score_mod compare places there.
       mask, bias: as of dot_product_attention, [.., Q or 1, S]; or of all tokens, [.., S, S], whose rows are taken.
       options, softmax_offset, dropout_key, quantizers: as of dot_product_attention; with its mask, never in FP8.
@@ -67,6 +70,13 @@ def decode_attention(
     """
     options.check()
     q_len, k_len = query.shape[1], key.shape[1]
+    if mask is None and bias is None and dropout_key is None and _by_lengths(options, query, key, value):
+        context = dot_product_attention(
+            query, key, value,
+            options=options._replace(bottom_right=True), sequence_descriptor=_so_far(index, query, key),
+            softmax_offset=softmax_offset, quantizers=quantizers,
+        )  # fmt: skip
+        return _without_end(context, index, k_len)
     rows, tokens = index + jnp.arange(q_len, dtype=jnp.int32), jnp.arange(k_len, dtype=jnp.int32)
     mask, bias = (_rows_of(x, rows, k_len) for x in (mask, bias))
     mask = check_broadcast("mask", mask, query, key)
@@ -81,6 +91,28 @@ def decode_attention(
         ),
         mask=~seen, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key, quantizers=quantizers,
     )  # fmt: skip
+    return _without_end(context, index, k_len)
+
+
+def _by_lengths(options: Attention, query, key, value) -> bool:
+    """Whether lengths say what is seen, and cuDNN, where it is here, can be told so: it reads no more of the cache."""
+    plain = options.score_mod is None and options.softmax_type == "vanilla"
+    told = plain and (options.causal or options.reach == (-1, -1))
+    fits = max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_SIZE and on_hopper() and not missing()
+    return told and query.shape[1] < key.shape[1] and (platform() != "gpu" or fits)
+
+
+def _so_far(index, query, key) -> SequenceDescriptor:
+    """The tokens so far, and the queries among them; at least one, though past the end of the cache there are none."""
+    (batch, q_len), k_len = query.shape[:2], key.shape[1]
+    counts = jnp.clip(k_len - index, 1, q_len), jnp.clip(index + q_len, 1, k_len)
+    lengths = tuple(jnp.broadcast_to(n, (batch,)) for n in counts)
+    return dataclasses.replace(SequenceDescriptor.from_seqlens(lengths), cached=True)
+
+
+def _without_end(context, index, k_len: int) -> jax.Array:
+    """context, NaN for queries past the end of the cache."""
+    rows = index + jnp.arange(context.shape[1], dtype=jnp.int32)
     return jnp.where((rows < k_len)[None, :, None, None], context, jnp.nan)
 
 

@@ -1,0 +1,147 @@
+"""Attention over a KV cache: by lengths, which our cuDNN handlers are told, against numpy; and where by a mask."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_attention
+import pytest
+from emulated import BF16, F32
+from jax.sharding import PartitionSpec as P
+
+from transformer_engine_jax import testing
+from transformer_engine_jax.ops.attention import Attention, backends, decode, flash
+from transformer_engine_jax.ops.attention.decode import decode_attention
+from transformer_engine_jax.ops.attention.flash_cached import attention_cached, cached_attention
+
+GPU = jax.default_backend() == "gpu"
+B, S, H, G, D = 3, 32, 4, 2, 64
+CASES = {
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=(6, 0)),
+    "all so far": dict(),
+    "off by one": dict(causal=True, softmax_type="off_by_one"),
+    "offsets": dict(causal=True, softmax_type="learnable"),
+    "window ahead": dict(window=(6, 2)),
+}
+
+
+def step(fields, q_len: int, index: int, dtype):
+    """(operands with a cotangent, the op, numpy's results)."""
+    options = Attention(0.2, **fields)
+    end = min(index + q_len, S)
+    query, key, value, dy, offset = emulated.normal(
+        q_len, *((B, n, h, D) for n, h in ((q_len, H), (S, G), (S, G), (q_len, H))), (H,)
+    )
+    key[:, end:] = value[:, end:] = dy[:, S - index :] = 0
+    offset = offset if options.softmax_type == "learnable" else None
+    operands = [jnp.asarray(x, dtype) for x in (query, key, value)]
+
+    def op(query, key, value):
+        there = None if offset is None else jnp.asarray(offset)
+        return decode_attention(query, key, value, index=jnp.int32(index), options=options, softmax_offset=there)
+
+    rows = [[(0, q_len, 0, index + q_len)]] * B
+    seen = numpy_attention.seen_keys(options._replace(bottom_right=True), B, q_len, S, rows)
+    rounded = [np.asarray(x, np.float32) for x in (*operands, jnp.asarray(dy, dtype))]
+    out, grads = numpy_attention.attention(options, seen, *rounded, offset=offset)
+    out[:, S - index :] = np.nan
+    return (*operands, jnp.asarray(dy, dtype)), op, (out, grads[:3])
+
+
+@pytest.mark.parametrize("q_len, index", [(1, 0), (1, 9), (1, S - 1), (1, S + 2), (6, 0), (7, 11), (6, S - 2), (S, 0)])
+@pytest.mark.parametrize("case", CASES)
+def test_is_numpys(case, q_len, index):
+    (*operands, dy), op, (out, grads) = step(CASES[case], q_len, index, jnp.bfloat16 if GPU else jnp.float32)
+    got, vjp = jax.vjp(jax.jit(op), *operands)
+    bound = 5 * BF16 if GPU else F32
+    there = slice(0, max(S - index, 0))
+    assert np.isnan(np.asarray(got, np.float32)[:, there.stop :]).all()
+    testing.assert_close(np.asarray(got, np.float32)[:, there], out[:, there], bound)
+    if there.stop:
+        testing.assert_close(jax.device_get(vjp(dy)), tuple(grads), bound)
+    by_lengths = case in ("causal", "window", "all so far") and q_len < S
+    assert ("attention_cached" in str(jax.make_jaxpr(op)(*operands))) == (GPU and by_lengths)
+
+
+# What is missing of the handlers, head size, options, more of the call, whether it is by lengths.
+TOLD = {
+    "plain": ("", 64, {}, {}, True),
+    "window": ("", 64, dict(window=(2, 0)), {}, True),
+    "off by one": ("", 64, dict(softmax_type="off_by_one"), {}, False),
+    "mask": ("", 64, {}, dict(mask=np.zeros((1, 1, 1, S), bool)), False),
+    "bias": ("", 64, {}, dict(bias=np.zeros((1, 1, 1, S), np.float32)), False),
+    "score_mod": ("", 64, dict(score_mod=lambda scores, q, k: scores), {}, False),
+    "wide heads": ("", 256, {}, {}, False),
+    "no headers": ("no headers", 64, {}, {}, False),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_where_cudnn_is_told_lengths(case, q_len, monkeypatch):
+    missing, size, fields, call, ours = TOLD[case]
+    for module in (backends, decode):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")  # nothing is compiled
+        monkeypatch.setattr(module, "missing", lambda: missing)
+    monkeypatch.setattr(decode, "on_hopper", lambda: True)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **__: query)
+    query, key = (jax.ShapeDtypeStruct((B, n, h, size), jnp.bfloat16) for n, h in ((q_len, H), (S, G)))
+    attend = lambda query, key, value: decode_attention(
+        query, key, value, index=3, options=Attention(0.2, causal=True, **fields), **call
+    )
+    jaxpr = jax.make_jaxpr(attend)(query, key, key)
+    assert ("attention_cached" in str(jaxpr)) == ours
+    if ours:  # the cache is read where it lies
+        assert not [e for e in jaxpr.eqns if e.outvars[0].aval.shape == key.shape]
+
+
+# --- The kernel ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(causal=True), dict(causal=True, left=7)], ids=str)
+@pytest.mark.parametrize("queries", [1, 16])
+def test_kernel_is_its_reference(fields, queries):
+    if GPU and flash.missing():
+        pytest.skip(flash.missing())
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in emulated.normal(5, (8, queries, 2, 2, D), *[(8, 48, 2, D)] * 2))
+    lengths = [jnp.full(8, queries, jnp.int32), jnp.asarray([48, 16, 17, 33, 48, 32, 20, 47], jnp.int32)]
+    heads = P("data", None, "model")
+    compare = lambda got, expected: testing.assert_close(got, expected, 2e-2)
+    specs = [heads, heads, heads, P("data"), P("data")]
+    testing.check_kernel(attention_cached, [q, k, v, *lengths], dict(scale=0.2, **fields), compare, specs=specs)
+
+
+def test_lowered_for_cuda_needs_no_gpu():
+    query, key = (jax.ShapeDtypeStruct((B, n, 2, D), jnp.bfloat16) for n in (1, S))
+    attend = lambda query, key, at: cached_attention(Attention(0.2, causal=True), query, key, key, at, at)
+    text = jax.jit(attend).trace(query, key, jnp.ones(B, jnp.int32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "te_attention_cached" in text and "causal = false" in text  # one query sees all that is there
+
+
+MALFORMED = {
+    "dtype": (
+        dict(q=jnp.zeros((B, 1, 1, H, D))),
+        {},
+        r"te_attention_cached: q: expected bf16 or f16, got f32\[3,1,1,4",
+    ),
+    "shape": (dict(v=jnp.zeros((B, 9, 1, D), jnp.bfloat16)), {}, r"v: expected \[3,32,1,64\], got bf16\[3,9,1,64\]"),
+    "no lengths": (dict(q_len=jnp.zeros(0), k_len=jnp.zeros(0)), {}, r"te_attention_cached: q_len: expected s32\[B\]"),
+    "lengths": (dict(k_len=jnp.ones(2, jnp.int32)), {}, r"te_attention_cached: k_len: expected \[3\]"),
+    "window": ({}, dict(left=np.int64(3)), r"te_attention_cached: left: expected a window only where causal"),
+}
+
+
+if GPU:  # elsewhere there is no handler
+
+    @pytest.mark.parametrize("case", MALFORMED)
+    def test_malformed_calls_raise(case):
+        replaced, attributes, message = MALFORMED[case]
+        ones, cache = jnp.ones(B, jnp.int32), jnp.zeros((B, S, 1, D), jnp.bfloat16)
+        q = jnp.zeros((B, 1, 1, H, D), jnp.bfloat16)
+        operands = dict(q=q, k=cache, v=cache, q_len=ones, k_len=ones) | replaced
+        options = dict(scale=np.float32(1), causal=False, left=np.int64(-1), buffers=np.zeros(0, np.int64))
+        results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((1 << 20,), jnp.uint8)]
+        with pytest.raises(Exception, match=message):
+            call = jax.ffi.ffi_call("te_attention_cached", results)
+            jax.block_until_ready(call(*operands.values(), **(options | attributes)))
