@@ -85,6 +85,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             continue
         if name == "precision":
             add("--tokens", type=int, nargs="+", default=list(precision.TOKENS))
+            add("--kernels", nargs="+", choices=precision.KERNELS, default=list(precision.KERNELS), help="their dtypes")
         elif name == "kernels":
             add("--hidden", type=int, nargs="+", default=list(kernels.HIDDEN))
             add("--rows", type=int, default=16384)
@@ -164,7 +165,7 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict]:
         return memory.run(args.config, against, args.layers, args.devices, args.layouts)
     timing = {"rounds": args.rounds, "calls_per_round": args.calls, "turn": args.turn}
     if args.what == "precision":
-        return precision.run(args.tokens, **timing)
+        return precision.run(args.tokens, args.kernels, **timing)
     if args.what == "kernels":
         return kernels.run(args.hidden, args.rows, args.only, time=not args.no_time, **timing)
     if args.what == "layer":

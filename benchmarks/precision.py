@@ -5,6 +5,7 @@ What a layer decides by (transformer_engine_jax/precision.py) was fitted to this
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -16,7 +17,8 @@ from transformer_engine_jax import recipe
 from transformer_engine_jax.quantized import GemmState
 from transformer_engine_jax.quantizers import gemm_quantizers
 
-TOKENS = (1024, 4096, 8192, 16384)
+TOKENS = (256, 1024, 4096, 8192, 16384)
+KERNELS = ("float32", "bfloat16")
 FEATURES = ((256, 256), (512, 512), (768, 768), (768, 3072), (1024, 1024), (1024, 4096), (2048, 2048), (4096, 4096))
 
 
@@ -42,15 +44,13 @@ def gradients(fp8: recipe.Recipe | None) -> Callable:
 CONTENDERS = {"fp8": gradients(recipe.DelayedScaling()), "bf16": gradients(None)}
 
 
-def measure(tokens: int, k: int, n: int, **timing) -> dict[str, float]:
-    """Milliseconds of each contender."""
-    x, kernel, dy = (
+def measure(tokens: int, k: int, n: int, kernel: str, **timing) -> dict[str, float]:
+    """Milliseconds of each contender, with a kernel of this dtype."""
+    x, weight, dy = (
         jax.random.normal(jax.random.key(i), shape, dtype)
-        for i, (shape, dtype) in enumerate(
-            [((tokens, k), jnp.bfloat16), ((k, n), jnp.float32), ((tokens, n), jnp.bfloat16)]
-        )
+        for i, (shape, dtype) in enumerate([((tokens, k), jnp.bfloat16), ((k, n), kernel), ((tokens, n), jnp.bfloat16)])
     )
-    operands, tree = jax.tree.flatten((x, kernel, dy, GemmState.create()))
+    operands, tree = jax.tree.flatten((x, weight, dy, GemmState.create()))
     size = 2 * sum(a.nbytes for a in operands)
     sets = operand_sets(operands, size, most=24)
     programs = {
@@ -60,16 +60,17 @@ def measure(tokens: int, k: int, n: int, **timing) -> dict[str, float]:
     return {name: timing.median for name, timing in interleaved(programs, **timing).items()}
 
 
-def run(tokens: list[int], **timing) -> Iterator[dict]:
-    """A row for each number of tokens and each size of a kernel, both ways round where it is not square."""
-    kernels = dict.fromkeys(pair for a, b in FEATURES for pair in ((a, b), (b, a)))
-    for m in tokens:
-        for k, n in kernels:
-            ms = measure(m, k, n, **timing)
+def run(tokens: list[int], kernels: list[str], **timing) -> Iterator[dict]:
+    """A row for each number of tokens, dtype and size of a kernel, both ways round where it is not square."""
+    sizes = dict.fromkeys(pair for a, b in FEATURES for pair in ((a, b), (b, a)))
+    for m, kernel in itertools.product(tokens, kernels):
+        for k, n in sizes:
+            ms = measure(m, k, n, kernel, **timing)
             yield {
                 "m": m,
                 "n": n,
                 "k": k,
+                "kernel": kernel,
                 "fp8_ms": ms["fp8"],
                 "bf16_ms": ms["bf16"],
                 "speedup": ms["bf16"] / ms["fp8"],
@@ -78,6 +79,6 @@ def run(tokens: list[int], **timing) -> Iterator[dict]:
 
 def line(row: dict) -> str:
     return (
-        f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6}  fp8 {row['fp8_ms']:8.4f} ms  bf16 {row['bf16_ms']:8.4f} ms  "
-        f"x{row['speedup']:.2f}"
+        f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {row['kernel']:<8}  fp8 {row['fp8_ms']:8.4f} ms  "
+        f"bf16 {row['bf16_ms']:8.4f} ms  x{row['speedup']:.2f}"
     )

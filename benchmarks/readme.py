@@ -56,6 +56,7 @@ TABLES: dict[str, tuple[str, Columns]] = {
         "A dense op with all its gradients, casts and states included",
         {
             "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
+            "kernel": lambda r: r["kernel"],
             "FP8 ms": lambda r: f"{r['fp8_ms']:.3g}",
             "bf16 ms": lambda r: f"{r['bf16_ms']:.3g}",
             **SPEEDUP,

@@ -1,7 +1,8 @@
 """Which products of modules run in FP8 under autocast: on a GPU those that gain by it, elsewhere all of them.
 
 FP8 halves the time of a product, and pays for it with casts and with the upkeep of scales. So small products lose. What
-is decided is decided at trace time, by sizes alone; `te.explain` shows it, and the recipe's `fp8_gemms` overrides it.
+is decided is decided at trace time, by sizes and the dtypes of kernels alone; `te.explain` shows it, and the recipe's
+`fp8_gemms` overrides it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.autocast import current
@@ -21,16 +23,18 @@ from transformer_engine_jax.ops.gemm import FP8_MULTIPLE
 
 
 class Product(NamedTuple):
-    """Sizes of x[m, k] kernel[k, n]: of whole arrays, or of shards inside a manual shard_map."""
+    """Sizes of x[m, k] kernel[k, n], of whole arrays, or of shards inside a manual shard_map; the kernel's dtype."""
 
     m: int
     k: int
     n: int
+    kernel_dtype: Any = jnp.float32
 
     @classmethod
-    def of(cls, x, k_axes: int, features: Sequence[int]) -> Product:
+    def of(cls, x, k_axes: int, features: Sequence[int], kernel_dtype) -> Product:
         """Of x, whose last k_axes axes are contracted, with a kernel of these output axes."""
-        return cls(math.prod(x.shape[: x.ndim - k_axes]), math.prod(x.shape[x.ndim - k_axes :]), math.prod(features))
+        m, k = math.prod(x.shape[: x.ndim - k_axes]), math.prod(x.shape[x.ndim - k_axes :])
+        return cls(m, k, math.prod(features), kernel_dtype)
 
 
 def dot_general_product(x, kernel, dimension_numbers) -> Product:
@@ -38,29 +42,33 @@ def dot_general_product(x, kernel, dimension_numbers) -> Product:
     numbers = checked_numbers(x, kernel, dimension_numbers)
     x_k = numbers[0][0]
     free = [[n for i, n in enumerate(a.shape) if i not in (*k, *b)] for a, k, b in zip((x, kernel), *numbers)]
-    return Product(math.prod(free[0]), math.prod(x.shape[i] for i in x_k), math.prod(free[1]))
+    return Product(math.prod(free[0]), math.prod(x.shape[i] for i in x_k), math.prod(free[1]), kernel.dtype)
 
 
-def mlp_products(x, activations: int, size: int) -> tuple[list[Product], list[Product]]:
+def mlp_products(x, activations: int, size: int, kernel_dtype) -> tuple[list[Product], list[Product]]:
     """The two products of an MLP of x[.., K] with so many activations of this size, each of its own input."""
-    first = Product.of(x, 1, (activations, size))
-    return [first], [Product(first.m, size, first.k)]
+    first = Product.of(x, 1, (activations, size), kernel_dtype)
+    return [first], [Product(first.m, size, first.k, kernel_dtype)]
 
 
 # Seconds, fitted to what `python -m benchmarks precision` measured on an H200: what a floating-point operation of a
 # product saves in FP8, what a byte of the casts costs, and what all launches of one product cost.
-SAVED, BYTE, EACH = 0.60e-15, 1 / 3.5e12, 11e-6
+SAVED, BYTE, EACH = 0.60e-15, 1 / 3.5e12, 12e-6
+# Bytes of each of a kernel's values that its cast moves: one of 16 bits is read, and written twice; of f32 it takes
+# about as long as its conversion to 16 bits.
+OF_16_BITS, OF_32_BITS = 4, 0.5
 
 
 def gain(products: Sequence[Product], devices: int = 1) -> float:
     """Seconds that a step saves on each of so many devices with these products, which read one x, in FP8."""
     # Features that the tensor cores do not take make products of FP8 values in bf16.
-    flop = sum(6 * m * k * n for m, k, n in products if k % FP8_MULTIPLE == n % FP8_MULTIPLE == 0)
+    flop = sum(6 * p.m * p.k * p.n for p in products if p.k % FP8_MULTIPLE == p.n % FP8_MULTIPLE == 0)
     # Casts of the input and of the gradients of outputs: read in bf16, written in FP8 as they are and transposed. Where
     # the tokens need filling up, the transposed copies are read and written once more.
     bytes_moved = 6 if products[0].m % FP8_MULTIPLE else 4
-    values = products[0].m * (products[0].k + sum(n for _, _, n in products))
-    return (SAVED * flop - bytes_moved * BYTE * values) / devices - EACH * len(products)
+    moved = bytes_moved * products[0].m * (products[0].k + sum(p.n for p in products))
+    moved += sum((OF_16_BITS if np.dtype(p.kernel_dtype).itemsize <= 2 else OF_32_BITS) * p.k * p.n for p in products)
+    return (SAVED * flop - BYTE * moved) / devices - EACH * len(products)
 
 
 def in_fp8(*groups: Sequence[Product]) -> tuple[bool, contextlib.AbstractContextManager]:
@@ -75,9 +83,9 @@ def in_fp8(*groups: Sequence[Product]) -> tuple[bool, contextlib.AbstractContext
     if context.calibrating or asked == "all" or (asked == "auto" and platform() != "gpu"):
         return True, nothing
     if callable(asked):
-        fp8 = all(asked(*product) for group in groups for product in group)
+        fp8 = all(asked(p.m, p.k, p.n) for group in groups for p in group)
         return fp8, decided("precision", "fp8" if fp8 else "high", "as the recipe's fp8_gemms says")
-    if not all(isinstance(size, int | np.integer) for group in groups for product in group for size in product):
+    if not all(isinstance(size, int | np.integer) for group in groups for p in group for size in (p.m, p.k, p.n)):
         return True, decided("precision", "fp8", "sizes are known at run time only")
     mesh = jax.sharding.get_abstract_mesh()
     devices = math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)  # sizes: of a shard

@@ -18,7 +18,8 @@ BOUND = {"bfloat16": 1e-2, "float16": 2e-3}
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    """The choice that one GPU makes."""
+    """The choice that one GPU makes, of many tokens."""
+    monkeypatch.setattr(module, "LEAST_TOKENS", 1)
     monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
@@ -146,15 +147,18 @@ def test_microbatches_add_up_in_f32(kernel, uses, monkeypatch):
 
 def test_what_is_not_computed_here(monkeypatch):
     x, kernel = jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((8, 4))
-    assert module.computes(x, kernel)
-    assert not module.computes(x.astype(jnp.float32), kernel)
-    assert not module.computes(x[:0], kernel)
+    assert module.computes(x, kernel, 1)
+    assert not module.computes(x.astype(jnp.float32), kernel, 1)
+    assert not module.computes(x[:0], kernel, 1)
+    monkeypatch.setattr(module, "LEAST_TOKENS", 4)
+    assert module.computes(x.reshape(2, 2, 8), kernel, 1) and not module.computes(x[:3], kernel, 1)
+    assert not module.computes(x.reshape(2, 2, 8), kernel.reshape(2, 4, 4), 2)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert not module.computes(x, kernel)
+    assert not module.computes(x, kernel, 1)
     for size in (2, 1):  # the mesh in force counts, also where it is not of this machine's devices
         monkeypatch.setattr(jax, "device_count", lambda size=size: 3 - size)
         with jax.set_mesh(testing.mesh_of((size,), ("data",))):
-            assert module.computes(x, kernel) == (size == 1)
+            assert module.computes(x, kernel, 1) == (size == 1)
 
 
 if jax.default_backend() == "gpu":  # elsewhere there is no handler that would mind

@@ -327,7 +327,7 @@ def project(
 
 
 def _project_together(module, x, layout, parts, residual: Residual, split: bool):
-    fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(features)) for _, features in layout])
+    fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(features), module.dtype) for _, features in layout])
     parts = parts(fp8)
     with scope:
         results, past = layernorm_projections(

@@ -163,7 +163,8 @@ def run_layernorm_dense(
 def _run(module: Any, x, product: Callable, bias, adapt: Adapt | None) -> tuple[jax.Array, jax.Array | None]:
     """(the product of x, with its bias unless the module returns that; the bias)."""
     x, k_axes = contracted_last(x, module.axis)
-    fp8, scope = in_fp8([Product.of(x, k_axes, canonical_tuple(module.features))])
+    of = canonical_tuple(module.features), module.param_dtype or module.dtype
+    fp8, scope = in_fp8([Product.of(x, k_axes, *of)])
     quantizers, unused = module.gemm_quantizers("gemm", fp8, module.quantization_checkpoint_name)
     with scope:
         y = product(x, k_axes, quantizers, None if module.return_bias else bias)

@@ -359,7 +359,7 @@ def _dense(
         static = Dense.of(x, kernel, bias, k_axes, **fields)
         residual = None if residual is None else residual.astype(static.y_dtype)
         return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual).astype(dtype)
-    if by_kernels and quantizers is None and dtype == x.dtype and computes(x, kernel):
+    if by_kernels and quantizers is None and dtype == x.dtype and computes(x, kernel, k_axes):
         static = Dense.of(x, kernel, bias, k_axes, residual=residual is not None, adds=adds)
         return product(static, x, kernel, bias, main_grad, residual)
     if main_grad is not None:

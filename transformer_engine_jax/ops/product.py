@@ -17,11 +17,16 @@ from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.order import all_at_once, in_scanned_layers
 
+# XLA's products of fewer are faster: of one token, or a prompt, as they are generated.
+LEAST_TOKENS = 64
 
-def computes(x, kernel) -> bool:
+
+def computes(x, kernel, k_axes: int) -> bool:
     """Whether it computes these: 16 bits, on one GPU; over several, XLA hides collectives behind its own products."""
     fits = x.dtype in (jnp.bfloat16, jnp.float16) and x.size > 0 and kernel.size > 0
-    return fits and platform() == "gpu" and devices() == 1
+    tokens = math.prod(x.shape[: x.ndim - k_axes])
+    many = not isinstance(tokens, int) or tokens >= LEAST_TOKENS  # else known at run time only, of what is exported
+    return fits and many and platform() == "gpu" and devices() == 1
 
 
 def _last(x, axes: int) -> jax.Array:
