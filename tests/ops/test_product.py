@@ -153,6 +153,7 @@ def test_what_is_not_computed_here(monkeypatch):
     monkeypatch.setattr(module, "LEAST_TOKENS", 4)
     assert module.computes(x.reshape(2, 2, 8), kernel, 1) and not module.computes(x[:3], kernel, 1)
     assert not module.computes(x.reshape(2, 2, 8), kernel.reshape(2, 4, 4), 2)
+    assert module.computes(x[:1], kernel.reshape(8, 2, 2), 1)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not module.computes(x, kernel, 1)
     for size in (2, 1):  # the mesh in force counts, also where it is not of this machine's devices
