@@ -1,5 +1,6 @@
 """KV-cache decoding: tokens one by one, and in chunks, equal the full forward pass; the cache's end; misuse."""
 
+import re
 from functools import partial
 
 import emulated
@@ -104,32 +105,45 @@ def test_chunks_and_tokens_equal_the_full_pass(case):
     assert int(own["cache_index"]) == S
 
 
-def test_making_the_cache_is_the_full_pass():
+def test_init_makes_an_empty_cache():
     layer = Layer(enable_rotary_pos_emb=True)
-    variables = steps.randomized(steps.init(layer, X))
-    expected = jax.jit(layer.apply)(variables, X)
-    got, made = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))(variables, X)
+    got, variables = jax.jit(partial(layer.init_with_output, decode=True))(jax.random.key(0), X)
+    params, made = {"params": variables["params"]}, {"cache": variables["cache"]}
+    expected = jax.jit(layer.apply)(params, X)
     testing.assert_close(got, expected, F32)
     assert not any(np.asarray(a).any() for a in jax.tree.leaves(made))
     # The whole sequence as one chunk.
-    got, _ = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))({**variables, **made}, X)
+    got, _ = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))({**params, **made}, X)
     testing.assert_close(got, expected, F32)
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, as its initialisation is too."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = Layer()
+        return layer(layer(x, decode=True), decode=True)
+
+
+def test_init_leaves_the_cache_of_a_layer_that_is_used_twice_empty():
+    assert not any(np.asarray(a).any() for a in jax.tree.leaves(Twice().init(jax.random.key(0), X)["cache"]))
 
 
 def test_a_cache_among_the_variables_is_of_decoding_alone():
     layer = Layer(enable_rotary_pos_emb=True)
-    variables = steps.randomized(steps.init(layer, X))
-    cache = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))(variables, X)[1]
-    testing.assert_same_bytes(layer.apply({**variables, **cache}, X[:, :5]), layer.apply(variables, X[:, :5]))
+    variables = steps.randomized(steps.init(layer, X, decode=True))
+    params = {"params": variables["params"]}
+    testing.assert_same_bytes(layer.apply(variables, X[:, :5]), layer.apply(params, X[:, :5]))
 
 
 def test_past_the_end_there_are_nans_and_nothing_else_changes():
     layer = Layer(enable_relative_embedding=False)
-    variables = steps.randomized(steps.init(layer, X))
+    variables = steps.randomized(steps.init(layer, X, decode=True))
+    cache = {"cache": variables.pop("cache")}
     expected = jax.jit(layer.apply)(variables, X)
     longer = jnp.concatenate([X, X[:, :4]], axis=1)
     step = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))
-    cache = layer.apply(variables, X, decode=True, mutable=["cache"])[1]
     outs = []
     for at in range(0, S + 4, 3):
         out, cache = step({**variables, **cache}, longer[:, at : at + 3])
@@ -243,7 +257,7 @@ def test_scanned_layers_have_stacked_caches():
 
 LENGTHS = SequenceDescriptor.from_seqlens(jnp.full(B, S))
 MISUSE = {
-    "cache not mutable": ({}, dict(), dict(mutable=False), "call apply.*mutable=\\['cache'\\]"),
+    "cache not mutable": ({}, dict(), dict(mutable=False), "got .*, not mutable; .*mutable=\\['cache'\\]"),
     "descriptor": (
         dict(self_attn_mask_type="padding"), dict(sequence_descriptor=LENGTHS), {}, "expected None with a KV cache",
     ),
@@ -256,6 +270,26 @@ MISUSE = {
     "bias of other length": ({}, dict(core_attention_bias=jnp.zeros((1, HEADS, 3, S))), {}, "bias: expected a shape"),
     "another length": ({}, dict(max_decode_length=16), {}, "max_decode_length: expected 8, .* got 16"),
 }  # fmt: skip
+
+
+NAMES = ["cache_index", "cached_key", "cached_value"]
+LACKING = [("attention", NAMES), ("attention", NAMES[:1]), ("attention", NAMES[1:]),
+           ("encoder_decoder_attention", NAMES[:1])]  # fmt: skip
+
+
+@pytest.mark.parametrize("attention, lacking", LACKING)
+def test_a_cache_that_lacks_something_is_no_cache(attention, lacking):
+    """Else a prompt would go into one that is made for it, and be lost, or the next token count as the first."""
+    decoder = attention != "attention"
+    layer = Layer(enable_rotary_pos_emb=True, **(DECODER if decoder else {}))
+    encoded = [ENCODED] if decoder else []
+    variables = jax.jit(partial(layer.init, decode=True))(jax.random.key(0), X, *encoded)
+    for name in lacking:
+        del variables["cache"][attention][name]
+    there = sorted({*(NAMES[:1] if decoder else NAMES)} - {*lacking})
+    message = re.escape(f"got {there or 'none'}; take it from init(..., decode=True)")
+    with pytest.raises(ValueError, match=message):
+        layer.apply(variables, X[:, :5], *encoded, decode=True, mutable=["cache"])
 
 
 @pytest.mark.parametrize("name", MISUSE)

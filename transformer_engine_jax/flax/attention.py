@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from transformer_engine_jax.flax.base import Fp8Module
+from transformer_engine_jax.flax.base import SHAPES_ALONE, Fp8Module
 from transformer_engine_jax.flax.dense import DenseGeneral, LayerNormDenseGeneral, LayerNormDenseParts
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention
 from transformer_engine_jax.flax.layernorm import LayerNorm
@@ -115,10 +115,10 @@ class MultiHeadAttention(Fp8Module):
           mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out; for attn_mask_type with "padding".
           bias: likewise, added to the logits.
           decode: self-attention to the KV cache, `cached_key` and `cached_value` [B, S, G, D] and `cache_index` i32[]
-            in the collection "cache". init, or a first apply with mutable=["cache"], makes it, as long as its inputs;
-            each apply then takes the next token, or several, which see those up to the last of them, as far as the mask
-            type lets them. mask and bias are of the cache's length, [.., 1 or Sq or S, S]. Tokens past the end of the
-            cache come out NaN. Of cross-attention, only RoPE heeds it.
+            in the collection "cache". init makes it, empty and as long as its inputs; each apply, with
+            mutable=["cache"], then takes the next token, or several, which see those up to the last of them, as far as
+            the mask type lets them. mask and bias are of the cache's length, [.., 1 or Sq or S, S]. Tokens past the end
+            of the cache come out NaN. Of cross-attention, only RoPE heeds it.
           sequence_descriptor: the sequences of rows that are padded or packed; in place of a mask.
           rotary_pos_emb: RoPE in place of what the fields say: frequencies f32[F], F <= head_dim / 2, in radians per
             position, or angles f32[T, F] of the positions 0 to T - 1; or a pair, for queries and for keys.
@@ -157,42 +157,40 @@ class MultiHeadAttention(Fp8Module):
 
     def _turned(self, query, key, value, is_self: bool, turns, decode: bool, sequences):
         """([query, key, value] turned and normed, in decoding those of the cache; the first token's place in it)."""
-        start, cached = None, self.has_variable("cache", "cache_index")
+        start, cache = None, {}
         if decode and (is_self or turns[0] is not None):
-            index = self._cache("cache_index", jnp.zeros((), jnp.int32))
-            start = index.value
-            index.value = start + (query.shape[1] if cached else 0)
+            held = dict(cached_key=key, cached_value=value) if is_self else {}
+            cache = self._cache(cache_index=jnp.zeros((), jnp.int32), **held)
+            start = cache["cache_index"].value
+        filled = bool(cache) and not self.is_initializing()  # init leaves it empty
+        if filled:
+            cache["cache_index"].value = start + query.shape[1]
         sequences = sequences if "padding" in self.attn_mask_type else None
         at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
         query = normed_and_turned(self, self._qk_norm("query_norm"), query, turns[0], at_q)
         at_k = at_k if is_self or start is None else None
         key = normed_and_turned(self, self._qk_norm("key_norm"), key, turns[1], at_k)
-        if decode and is_self:
-            key, value = self._cached(key, value, start, cached)
+        if filled and is_self:
+            now = KVCache(cache["cached_key"].value, cache["cached_value"].value, start).append(key, value)
+            cache["cached_key"].value, cache["cached_value"].value = key, value = now.key, now.value
         return [query, key, value], start
 
     @nn.nowrap
     def _qk_norm(self, name: str) -> LayerNorm | None:
         return None if self.qk_norm_type in (None, "l2norm") else LayerNorm(name=name, **qk_norm_fields(self))
 
-    def _cache(self, name: str, like) -> nn.Variable:
-        """A variable of the cache, made as zeros."""
-        if not self.is_mutable_collection("cache"):
+    def _cache(self, **like) -> dict[str, nn.Variable]:
+        """The variables of the cache, which init makes as zeros."""
+        there = [name for name in like if self.has_variable("cache", name)]
+        made, mutable = self.is_initializing() or SHAPES_ALONE.get(), self.is_mutable_collection("cache")
+        if not mutable or not (made or len(there) == len(like)):
+            got = f"{there or 'none'}{'' if mutable else ', not mutable'}"
             raise ValueError(
-                "MultiHeadAttention: decode=True writes the KV cache, but the collection is not mutable; call "
-                "apply(variables, ..., decode=True, mutable=['cache']), with the 'cache' that init(..., decode=True) "
-                "makes for inputs of the greatest length"
+                f"MultiHeadAttention: decode=True needs a KV cache, {sorted(like)} in a collection that is mutable, "
+                f"got {got}; take it from init(..., decode=True) with inputs of the greatest length, and call "
+                "apply({**variables, 'cache': cache}, ..., decode=True, mutable=['cache'])"
             )
-        return self.variable("cache", name, jnp.zeros_like, like)
-
-    def _cached(self, key, value, start, cached: bool):
-        """Keys and values of the cache with these in it; the call that makes the cache leaves it empty."""
-        variables = [self._cache(f"cached_{n}", x) for n, x in (("key", key), ("value", value))]
-        if not cached:
-            return key, value
-        cache = KVCache(*[v.value for v in variables], start).append(key, value)
-        variables[0].value, variables[1].value = cache.key, cache.value
-        return cache.key, cache.value
+        return {name: self.variable("cache", name, jnp.zeros_like, x) for name, x in like.items()}
 
     @nn.nowrap
     def _core_attention(self, **fields) -> DotProductAttention:

@@ -36,6 +36,9 @@ MAIN_GRADS_COLLECTION = "main_grads"
 # collection a module sees it named whatever the call, and a call that makes a buffer takes the kernel's gradient.
 MAKES_MAIN_GRADS: ContextVar[bool] = ContextVar("makes_main_grads", default=False)
 
+# Whether the shapes of a call are asked for, and nothing else: it may make a KV cache, which apply does not.
+SHAPES_ALONE: ContextVar[bool] = ContextVar("shapes_alone", default=False)
+
 for _type in (AttentionState, GemmState):
     flax.serialization.register_serialization_state(
         _type,

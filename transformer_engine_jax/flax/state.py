@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.core.scope import union_filters
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, STATE_COLLECTION
+from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, SHAPES_ALONE, STATE_COLLECTION
 from transformer_engine_jax.quantized import QuantizerStates
 from transformer_engine_jax.recipe import DelayedScaling
 
@@ -88,4 +88,8 @@ def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs)
         made = model.apply(variables, *args, **kwargs)[1]
         return {name: made[name] for name in ours if name in made}
 
-    return jax.eval_shape(run, variables, [given[i] for i in arrays])
+    token = SHAPES_ALONE.set(True)
+    try:
+        return jax.eval_shape(run, variables, [given[i] for i in arrays])
+    finally:
+        SHAPES_ALONE.reset(token)
