@@ -390,10 +390,10 @@ def test_relative_positions_only_where_they_are_enabled():
 
 
 def test_masks_that_say_the_reverse_are_refused():
-    x, keep = jnp.ones((2, 8, 32)), jnp.ones((2, 8))
-    layer = te_flax.TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4)
+    layer, x = te_flax.TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4), jnp.ones((2, 8, 32))
     for mask, error, message in (
-        (nn.make_attention_mask(keep, keep), ValueError, "mask: expected bool, or integers, .* float32; Flax's masks"),
+        (nn.make_causal_mask(x[..., 0]), ValueError, "expected bool, int8 or uint8, .* float32; Flax's masks"),
+        (nn.make_causal_mask(x[..., 0], dtype=int), ValueError, "int32; .*Hugging Face's attention_mask .*mask == 0"),
         (te.SequenceDescriptor.from_seqlens(jnp.full((2,), 8)), TypeError, "mask: .* it is sequence_descriptor="),
     ):
         with pytest.raises(error, match=message):

@@ -210,6 +210,7 @@ DESCRIPTOR = SequenceDescriptor.from_seqlens(jnp.array([3, 4]))
         ({"value": (B, K - 1, H, D)}, {}, {}, r"value\[2, 15, 4, 8\].*must agree"),
         ({"key": (B, K, H, 4)}, {}, {}, r"key\[2, 16, 4, 4\].*must agree"),
         ({}, {}, {"mask": np.zeros((B, Q, K), bool)}, r"mask: expected a shape that broadcasts"),
+        ({}, {}, {"mask": np.ones((B, 1, 1, K), int)}, "mask: expected bool, int8 or uint8, .* give mask == 0"),
         ({}, {}, {"bias": np.zeros((1, 3, Q, K))}, r"bias: expected.*\(2, 4, 12, 16\), got \(1, 3"),
         ({}, {}, {"bias": np.zeros((1, 1, Q, K), bool)}, "bias: expected f32, f16 or bf16, got bool"),
         ({}, {}, {"mask": MASK, "sequence_descriptor": DESCRIPTOR}, "got both mask and sequence_descriptor"),

@@ -121,7 +121,7 @@ def test_any_number_of_leading_axes(shape):
     x, _, _, _ = inputs((1, *shape) if len(shape) < 3 else shape)
     x = x.reshape(shape)
     np.testing.assert_allclose(softmax(x, scale_factor=SCALE, causal=True), plain(x, causal=True), rtol=1e-5)
-    np.testing.assert_allclose(softmax(x, mask=jnp.zeros((5, 33), int)), jax.nn.softmax(x), rtol=1e-5)
+    np.testing.assert_allclose(softmax(x, mask=jnp.zeros((5, 33), jnp.uint8)), jax.nn.softmax(x), rtol=1e-5)
 
 
 def test_off_by_one():
@@ -219,7 +219,8 @@ def test_nothing(implementation, shape):
             x, mask=jnp.zeros((3, 1, 5, 33), bool)
         ),
         r"mask: expected a shape .* got \[1, 2, 3, 5, 33\]": lambda x: softmax(x, mask=x[None] > 0),
-        "mask: expected bool or integers .* got float32": lambda x: softmax(x, mask=x),
+        "mask: expected bool, int8 or uint8, .* got float32": lambda x: softmax(x, mask=x),
+        "mask: .* got int32; .* give mask == 0": lambda x: softmax(x, mask=jnp.ones((5, 33), int)),
         r"softmax_offset: expected floats \[3\] or \[1, 3, 1, 1\].*got float32\[2\]": lambda x: softmax(
             x, softmax_offset=jnp.zeros(2)
         ),

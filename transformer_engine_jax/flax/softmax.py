@@ -42,7 +42,7 @@ class Softmax(nn.Module):
 
         Args:
           inputs: scores.
-          mask: bool or integers that broadcast to the scores; what is True (not 0) is masked out.
+          mask: bool, int8 or uint8 that broadcasts to the scores; what is True (not 0) is masked out.
           bias: broadcasts to the scores, added to them in their dtype before they are scaled.
           softmax_offset: [H] or [1, H, 1, 1], for "learnable" only.
 

@@ -24,7 +24,7 @@ class Softmax(Fp8Module):
     def __call__(self, inputs: jax.Array, mask=None, bias=None, softmax_offset=None) -> jax.Array:
         """inputs [.., H, Q, K] (f32, f16, bf16) -> weights of its shape and dtype.
 
-        mask: bool or integers that broadcast to inputs, True is masked out. bias: likewise, added before the scale.
+        mask: bool, int8 or uint8 that broadcasts to inputs, True is masked out. bias: likewise, added before the scale.
         softmax_offset: [H] or [1, H, 1, 1], for softmax_type "learnable" only.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

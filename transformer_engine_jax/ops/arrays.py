@@ -15,3 +15,13 @@ def arrays(op: str, needed: Mapping[str, Any], *optional: Any) -> list[jax.Array
         if given is None:
             raise TypeError(f"{op}: {name}: expected an array, got None")
     return [None if given is None else jnp.asarray(given) for given in (*needed.values(), *optional)]
+
+
+def as_mask(op: str, mask: jax.Array) -> jax.Array:
+    """A mask as bool; ValueError where its dtype is that of masks which say the reverse."""
+    if mask.dtype not in (jnp.bool_, jnp.int8, jnp.uint8):
+        raise ValueError(
+            f"{op}: mask: expected bool, int8 or uint8, True where a key is not seen, got {mask.dtype}; Flax's masks "
+            "and Hugging Face's attention_mask say the reverse: give mask == 0 for them"
+        )
+    return mask if mask.dtype == jnp.bool_ else mask != 0

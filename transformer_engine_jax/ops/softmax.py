@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.arrays import arrays
+from transformer_engine_jax.ops.arrays import arrays, as_mask
 from transformer_engine_jax.ops.quantize import FLOATS
 
 # --- Kernels -----------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def softmax(logits, *, mask=None, softmax_offset=None, scale_factor: float = 1.0
 
     Args:
       logits: [.., H, Q, K] f32, f16 or bf16; or [Q, K].
-      mask: bool or integers that broadcast to the logits' shape; what is True (not 0) is masked out.
+      mask: bool, int8 or uint8 that broadcasts to the logits' shape; what is True (not 0) is masked out.
       softmax_offset: [H] or [1, H, 1, 1], one more logit for each head, which only adds to the denominator (an
         attention sink): zeros for "softmax off by one".
       scale_factor: multiplies the logits.
@@ -111,9 +111,7 @@ def _checked_mask(mask, shape: tuple[int, ...]) -> jax.Array:
     padded = (1,) * (len(shape) - mask.ndim) + mask.shape
     if len(padded) != len(shape) or any(m not in (1, n) for m, n in zip(padded, shape)):
         raise ValueError(f"softmax: mask: expected a shape that broadcasts to {list(shape)}, got {list(mask.shape)}")
-    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
-        raise ValueError(f"softmax: mask: expected bool or integers (True is masked out), got {mask.dtype}")
-    return (mask if mask.dtype == jnp.bool_ else mask != 0).reshape(padded)
+    return as_mask("softmax", mask).reshape(padded)
 
 
 def _checked_offset(offset, shape: tuple[int, ...]) -> jax.Array:

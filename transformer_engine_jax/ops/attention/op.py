@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.decisions import decided
-from transformer_engine_jax.ops.arrays import arrays
+from transformer_engine_jax.ops.arrays import arrays, as_mask
 from transformer_engine_jax.ops.attention.backends import (
     as_packed,
     attention_backend,
@@ -55,7 +55,7 @@ def dot_product_attention(
       options: scale, causality, window, dropout rate, kind of softmax, score_mod.
       sequence_descriptor: which tokens belong to which sequence, of rows that are padded or hold several sequences.
         Tokens see only their own sequence; padding gets zeros. None: each row is one sequence.
-      mask: bool or integers, broadcastable to [B, H, Q, K]; True is masked out. Not together with a descriptor.
+      mask: bool, int8 or uint8, broadcastable to [B, H, Q, K]; True is masked out. Not together with a descriptor.
       bias: broadcastable to [B, H, Q, K], added to the scaled logits, with options.bias_before_scale to those before.
       softmax_offset: [H] or [1, H, 1, 1] the extra logit of each head, of softmax_type "learnable".
       dropout_key: of jax.random; None is no dropout.
@@ -186,12 +186,7 @@ def check_broadcast(name: str, x, query, key):
         raise ValueError(f"dot_product_attention: {name}: expected a shape that broadcasts to {full}, got {x.shape}")
     if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"dot_product_attention: bias: expected f32, f16 or bf16, got {x.dtype}")
-    if name == "mask" and jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            f"dot_product_attention: mask: expected bool, or integers, True where a key is not seen, got {x.dtype}; "
-            "Flax's masks say the reverse: give mask == 0 for them"
-        )
-    return x != 0 if name == "mask" and x.dtype != jnp.bool_ else x
+    return as_mask("dot_product_attention", x) if name == "mask" else x
 
 
 def _check_offset(options: Attention, softmax_offset, heads: int):
