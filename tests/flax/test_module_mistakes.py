@@ -1,12 +1,13 @@
 """Mistakes in Linen modules that several of them share are told by name, and what need not be one works."""
 
 import emulated
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import steps
-from flax import nnx
+from flax import nnx, traverse_util
 from steps import DELAYED
 
 import transformer_engine_jax.flax as te_flax
@@ -78,3 +79,69 @@ def test_a_layer_takes_what_arrays_are_made_of():
     variables = steps.init(layer, X)
     run = lambda x: layer.apply(variables, x, deterministic=True)
     testing.assert_same_bytes(run(np.asarray(X).tolist()), run(X))
+
+
+# --- Parameters of other fields, which would go unused ----------------------------------------------------------------
+
+ATTENTION = dict(head_dim=8, num_attention_heads=2)
+PLAIN_LAYER = dict(**LAYER, enable_relative_embedding=False, hidden_dropout=0.0, attention_dropout=0.0)
+# (module, its fields, the field whose parameters it is given but does not use)
+UNUSED = [
+    (te_flax.LayerNorm, dict(layernorm_type="rmsnorm"), dict(layernorm_type="layernorm"), "ln_bias"),
+    (te_flax.DenseGeneral, dict(features=4, use_bias=False), dict(use_bias=True), "bias"),
+    (te_flax.DenseGeneral, dict(features=4, use_bias=False, parameters_split=["a"]), dict(use_bias=True), "a_bias"),
+    (te_flax.LayerNormDenseGeneral, dict(features=4, enable_layernorm=False), dict(enable_layernorm=True), "scale"),
+    (te_flax.LayerNormMLP, dict(intermediate_dim=32), dict(use_bias=True), "wi_bias"),
+    (te_flax.MultiHeadAttention, ATTENTION, dict(use_bias=True), "bias"),
+    (te_flax.MultiHeadAttention, ATTENTION, dict(qk_norm_type="rmsnorm"), "query_norm"),
+    (te_flax.MultiHeadAttention, dict(**ATTENTION, num_gqa_groups=1), dict(softmax_type="learnable"), "softmax_offset"),
+    (te_flax.TransformerLayer, PLAIN_LAYER, dict(output_layernorm=True), "output_layernorm"),
+    (te_flax.TransformerLayer, PLAIN_LAYER, dict(enable_relative_embedding=True), "relpos_bias"),
+]
+
+
+@pytest.mark.parametrize("transform", [lambda cls: cls, nn.remat, nn.jit], ids=["", "remat", "jit"])
+@pytest.mark.parametrize("cls, fields, other, name", UNUSED)
+def test_parameters_that_go_unused_are_named(cls, fields, other, name, transform):
+    given = jax.eval_shape(transform(cls)(**fields | other).init, jax.random.key(0), X)
+    own = jax.eval_shape(transform(cls)(**fields).init, jax.random.key(0), X)
+    # As weights of a model with both: those that the module needs, and others.
+    params = traverse_util.flatten_dict(given["params"]) | traverse_util.flatten_dict(own["params"])
+    variables = {"params": traverse_util.unflatten_dict(params)}
+    (field,) = other
+    with pytest.raises(ValueError, match=f"expected no parameters .*{name}.* with {field}="):
+        jax.eval_shape(transform(cls)(**fields).apply, variables, X)
+    jax.eval_shape(transform(cls)(**fields).apply, own, X)
+
+
+class Beside(te_flax.DenseGeneral):
+    """A user's class with a parameter of a name that is ours."""
+
+    @nn.compact
+    def __call__(self, x):
+        return super().__call__(x) * self.param("bias", nn.initializers.ones, (4,))
+
+
+class Around(nn.Module):
+    """One in whose scope ours is."""
+
+    def setup(self):
+        self.inner = te_flax.DenseGeneral(4, use_bias=False)
+        nn.share_scope(self, self.inner)
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("bias", nn.initializers.ones, (4,))
+        return self.inner(x) * scale
+
+
+def test_parameters_of_others_are_let_alone():
+    """Those of users' names and classes, and what stands for none in a tree that is masked."""
+    for module in (Beside(4, use_bias=False), Around()):
+        variables = module.init(jax.random.key(0), X)
+        assert set(variables["params"]) == {"kernel", "bias"}
+        testing.assert_same_bytes(module.apply(variables, X), X @ variables["params"]["kernel"])
+    others = {"adapter": jnp.ones(3), "lora_a_kernel": jnp.ones(3), "bias": None}
+    params = {"kernel": variables["params"]["kernel"], **others}
+    got = te_flax.DenseGeneral(4, use_bias=False).apply({"params": params}, X)
+    testing.assert_same_bytes(got, X @ params["kernel"])

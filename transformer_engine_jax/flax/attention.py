@@ -177,7 +177,9 @@ class MultiHeadAttention(Fp8Module):
 
     @nn.nowrap
     def _qk_norm(self, name: str) -> LayerNorm | None:
-        return None if self.qk_norm_type in (None, "l2norm") else LayerNorm(name=name, **qk_norm_fields(self))
+        if self.qk_norm_type in (None, "l2norm"):
+            return self.check_absent("qk_norm_type", name)
+        return LayerNorm(name=name, **qk_norm_fields(self))
 
     def _cache(self, **like) -> dict[str, nn.Variable]:
         """The variables of the cache, which init makes as zeros."""

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
-from transformer_engine_jax.modules.checks import check_axes, check_common, check_dtypes, check_low_rank, respell
+from transformer_engine_jax.modules.checks import (
+    check_axes,
+    check_common,
+    check_dtypes,
+    check_low_rank,
+    is_ours,
+    respell,
+)
 from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.ops.main_grad import Accumulating
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
@@ -106,10 +113,31 @@ class Fp8Module(nn.Module):
         return kind.of(self.variable(STATE_COLLECTION, name, kind.create, current().recipe).value)
 
     @nn.nowrap
+    def check_absent(self, field: str, *names: str) -> None:
+        """ValueError where there are parameters that the module would have with another value of the field.
+
+        Not in a user's class of it, nor in a scope that it shares (nn.share_scope): they may be other ones there.
+        """
+        given = [name for name in names if jax.tree.leaves(self.get_variable("params", name))]
+        if given and is_ours(type(self)) and self.scope.name == self.name:
+            where = " ".join([type(self).__name__, "/".join(self.path)]).rstrip()
+            raise ValueError(
+                f"{where}: expected no parameters {given} with {field}={getattr(self, field)!r}, which does not use "
+                "them; set the field, or leave them out"
+            )
+
+    @nn.nowrap
     def make_param(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):
         """A parameter that carries its logical axes, where there are any."""
         check_common(self)
         return self.param(name, with_axes(self, name, init, axes, shape), tuple(shape), dtype)
+
+    @nn.nowrap
+    def make_bias(self, name: str, axes: Sequence[str | None], shape: Sequence[int], dtype):
+        """A parameter, or None without use_bias."""
+        if self.use_bias:
+            return self.make_param(name, self.bias_init, axes, shape, dtype)
+        return self.check_absent("use_bias", name)
 
     @nn.nowrap
     def make_kernel(self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype):
@@ -128,14 +156,14 @@ class Fp8Module(nn.Module):
         scale_init = self.scale_init or (nn.initializers.zeros if self.zero_centered_gamma else nn.initializers.ones)
         scale = self.make_param("scale", scale_init, self.scale_axes, (features,), dtype)
         if self.layernorm_type == "rmsnorm":
-            return scale, None
+            return scale, self.check_absent("layernorm_type", "ln_bias")
         return scale, self.make_param("ln_bias", bias_init, bias_axes, (features,), dtype)
 
     @nn.nowrap
     def make_norm(self, features: int, dtype):
         """make_norm_params of a module with a norm in it; (None, None) without enable_layernorm."""
         if not self.enable_layernorm:
-            return None, None
+            return None, self.check_absent("enable_layernorm", "scale", "ln_bias")
         return self.make_norm_params(features, self.ln_bias_init, self.ln_bias_axes, dtype)
 
     @nn.nowrap

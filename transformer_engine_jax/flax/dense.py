@@ -55,9 +55,8 @@ class _Dense(Fp8Module):
         for prefix, size in split_sizes(type(self).__name__, self.parameters_split, features[0]).items():
             part = (size, *features[1:])
             kernels.append(self.make_kernel(f"{prefix}kernel", init, self.kernel_axes, inputs + part, dtype))
-            if self.use_bias:
-                biases.append(self.make_param(f"{prefix}bias", self.bias_init, self.bias_axes, part, dtype))
-        return joined_kernels(kernels, len(inputs)), joined(biases, 0)
+            biases.append(self.make_bias(f"{prefix}bias", self.bias_axes, part, dtype))
+        return joined_kernels(kernels, len(inputs)), joined([b for b in biases if b is not None], 0)
 
     @nn.nowrap
     def _contracted(self, x: jax.Array) -> list[int]:

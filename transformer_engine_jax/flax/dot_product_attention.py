@@ -134,7 +134,7 @@ class DotProductAttention(Fp8Module):
 
     def _softmax_offset(self) -> jax.Array | None:
         if self.softmax_type != "learnable":
-            return None
+            return self.check_absent("softmax_type", "softmax_offset")
         shape = (self.num_attention_heads,)
         init = with_axes(self, "softmax_offset", nn.initializers.zeros, ("heads",), shape)
         return self.param("softmax_offset", init, shape, jnp.float32)

@@ -99,10 +99,8 @@ class LayerNormMLP(Fp8Module):
         init_1 = flat_kernel_init(init, 1, scales=(1.0,) * count)
         wi = self.make_kernel("wi_kernel", init_1, self.kernel_axes_1, shape_1, self.dtype)
         wo = self.make_kernel("wo_kernel", init, self.kernel_axes_2, shape_2, self.dtype)
-        wi_bias = wo_bias = None
-        if self.use_bias:
-            wi_bias = self.make_param("wi_bias", self.bias_init, self.bias_axes_1, shape_1[1:], self.dtype)
-            wo_bias = self.make_param("wo_bias", self.bias_init, self.bias_axes_2, shape_2[1:], self.dtype)
+        wi_bias = self.make_bias("wi_bias", self.bias_axes_1, shape_1[1:], self.dtype)
+        wo_bias = self.make_bias("wo_bias", self.bias_axes_2, shape_2[1:], self.dtype)
         return MlpParameters(*norm, (wi, wo), (wi_bias, wo_bias))
 
     def _drop(self, a: jax.Array) -> jax.Array:

@@ -182,6 +182,8 @@ class TransformerLayer(Fp8Module):
                 dtype=self.dtype,
                 name="output_layernorm",
             )(x)
+        else:
+            self.check_absent("output_layernorm", "output_layernorm")
         return x
 
     @nn.nowrap
@@ -190,7 +192,7 @@ class TransformerLayer(Fp8Module):
 
     def _position_bias(self, length: int) -> jax.Array | None:
         if not self.enable_relative_embedding:
-            return None
+            return self.check_absent("enable_relative_embedding", "relpos_bias", "relative_embedding")
         embedding = self.relative_embedding or RelativePositionBiases(
             num_buckets=32,
             max_distance=128,

@@ -49,10 +49,15 @@ CHOICES = {
 }
 
 
+def is_ours(cls: type) -> bool:
+    """Whether a class is this package's, not a user's class of one."""
+    return cls.__module__.split(".")[0] == __name__.split(".")[0]
+
+
 @functools.cache
 def _fields(cls: type) -> list[str]:
     """The fields of a class that this package declares, not a user's class of it."""
-    declaring = [base for base in cls.__mro__ if base.__module__.split(".")[0] == __name__.split(".")[0]]
+    declaring = [base for base in cls.__mro__ if is_ours(base)]
     ours = {name for base in declaring for name in inspect.get_annotations(base)}
     return [field.name for field in dataclasses.fields(cls) if field.name in ours]
 
