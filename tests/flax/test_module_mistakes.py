@@ -45,6 +45,31 @@ def test_misuse_is_named(module, message):
         jax.eval_shape(module.init, jax.random.key(0), X)
 
 
+@pytest.mark.parametrize(
+    "cls, fields, field, value",
+    [
+        (te_flax.TransformerLayer, LAYER, "scale_attn_logits", 0.125),
+        (te_flax.TransformerLayer, LAYER, "output_layernorm", None),
+        (te_flax.MultiHeadAttention, dict(head_dim=8, num_attention_heads=2), "use_bias", "qkv"),
+        (te_flax.MultiHeadAttention, dict(head_dim=8, num_attention_heads=2), "enable_rotary_pos_emb", 0.5),
+        (te_flax.LayerNorm, {}, "zero_centered_gamma", "False"),
+        (te_flax.DenseGeneral, dict(features=4), "return_bias", 1),
+    ],
+)
+def test_what_is_neither_true_nor_false(cls, fields, field, value):
+    """In NNX too; NumPy's and JAX's are as good as Python's."""
+    hint = "; to scale by another number multiply the query's kernel" if field == "scale_attn_logits" else ""
+    message = f"{cls.__name__}.{field}: expected True or False, got {value!r}{hint}"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(cls(**fields, **{field: value}).init, jax.random.key(0), X)
+    sizes = [] if cls is te_flax.TransformerLayer else [16]
+    with pytest.raises(ValueError, match=message):
+        getattr(te_nnx, cls.__name__)(*sizes, **fields, **{field: value}, rngs=nnx.Rngs(0))
+    for value in (np.bool_(False), jnp.array(False)):
+        jax.eval_shape(cls(**fields, **{field: value}).init, jax.random.key(0), X)
+        getattr(te_nnx, cls.__name__)(*sizes, **fields, **{field: value}, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, "half precision", jnp.float8_e4m3fn, np.complex64])
 def test_dtypes_that_are_no_floats_of_modules(dtype):
     for field, make in (

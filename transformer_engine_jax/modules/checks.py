@@ -55,11 +55,11 @@ def is_ours(cls: type) -> bool:
 
 
 @functools.cache
-def _fields(cls: type) -> list[str]:
-    """The fields of a class that this package declares, not a user's class of it."""
+def _fields(cls: type) -> dict[str, Any]:
+    """The fields of a class that this package declares, not a user's class of it, and their annotations."""
     declaring = [base for base in cls.__mro__ if is_ours(base)]
     ours = {name for base in declaring for name in inspect.get_annotations(base)}
-    return [field.name for field in dataclasses.fields(cls) if field.name in ours]
+    return {field.name: field.type for field in dataclasses.fields(cls) if field.name in ours}
 
 
 def respell(module: Any) -> None:
@@ -99,10 +99,21 @@ def check_common(module: Any) -> None:
     for field, allowed in CHOICES.items():
         if hasattr(module, field):
             one_of(module, field, allowed)
+    for field, annotation in _fields(type(module)).items():
+        if annotation in (bool, "bool"):
+            check_bool(module, field, getattr(module, field))
     for field in ("epsilon", "layernorm_epsilon", "qk_norm_epsilon"):
         check_epsilon(f"{type(module).__name__}.{field}", getattr(module, field, 0))
     if getattr(module, "depth_scaling", None) == 0:
         raise ValueError(f"{type(module).__name__}.depth_scaling: expected a divisor or None, got 0")
+
+
+def check_bool(module: Any, field: str, value: Any) -> None:
+    """Raises ValueError where the value of a module's field is neither True nor False."""
+    if not (isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_):
+        scaled = field == "scale_attn_logits"
+        hint = "; to scale by another number multiply the query's kernel, and bias, by it" if scaled else ""
+        raise ValueError(f"{type(module).__name__}.{field}: expected True or False, got {value!r}{hint}")
 
 
 # Sizes that follow from others where they are None.

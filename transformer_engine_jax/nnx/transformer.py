@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from transformer_engine_jax.modules.checks import check_bool
 from transformer_engine_jax.modules.transformer import (
     TransformerLayerType,
     addition,
@@ -101,6 +102,7 @@ class TransformerLayer(Fp8Module):
     def __post_init__(self, mha_kernel_init, mlp_kernel_init, bias_init, output_layernorm, rngs):
         self.freeze_fields()
         check_fields(self)
+        check_bool(self, "output_layernorm", output_layernorm)
         inits = dict(kernel_init=mha_kernel_init, bias_init=bias_init, rngs=rngs)
         own = self_attention_fields(self) | dict(input_layernorm=not output_layernorm)
         attention = MultiHeadAttention(self.hidden_size, **own, **inits)
