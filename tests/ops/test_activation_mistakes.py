@@ -15,6 +15,10 @@ F32 = jnp.float32
     {
         "activation: activations: expected some of .* got 'swish'": lambda z: activation(z, "swish"),
         r"got 'swiglu'; write \('silu', 'linear'\) for it": lambda z: activation(z, "swiglu"),
+        r"got 'gelu_new'; write \('gelu',\) for it": lambda z: activation(z, "gelu_new"),
+        r"got 'gelu_pytorch_tanh'; write \('gelu',\) for it": lambda z: activation(z, "gelu_pytorch_tanh"),
+        r"got 'gelu_python'; write functools.partial\(jax.nn.gelu, app": lambda z: activation(z, "gelu_python"),
+        r"got 'gelu_exact'; write functools.partial\(jax.nn.gelu, app": lambda z: activation(z, "gelu_exact"),
         "activation: activations: expected some of .* got 3": lambda z: activation(z, (3,)),
         "activation: activations: expected some of .* got 4": lambda z: activation(z, 4),
         "activation: activations: expected at least one": lambda z: activation(z, ()),

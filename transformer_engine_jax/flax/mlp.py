@@ -24,6 +24,7 @@ class LayerNormMLP(Fp8Module):
 
     Params `scale`, `ln_bias`, `wi_kernel` [h, n_act, intermediate_dim], `wi_bias`, `wo_kernel` [intermediate_dim, h],
     `wo_bias`. activations: names or functions, one for each input of the product: ("gelu",), ("silu", "linear"), ...
+    "gelu" is the tanh form; functools.partial(jax.nn.gelu, approximate=False) is the exact one, in plain JAX.
     activation_params: limit, alpha and glu_linear_offset of ("clamped_silu", "clamped_linear"), by default GPT-OSS's.
     quantization_checkpoint_name: the name of what is quantized for checkpoint policies. With intermediate dropout,
     LoRA, return_layernorm_output (without a norm it is x) or activations without a kernel (see te.activation) the

@@ -108,8 +108,13 @@ def _clamped_linear(x, clamp: Clamp) -> Point:
 CLAMPED_CURVES = {"clamped_silu": _clamped_silu, "clamped_linear": _clamped_linear}
 CLAMPED = "_".join(CLAMPED_CURVES)  # the pair, which has a kernel
 
-# Names that pairs have elsewhere, which an error translates.
-GATED = {
+# Names elsewhere, NVIDIA's of pairs and Hugging Face's, which an error translates.
+EXACT_GELU = "functools.partial(jax.nn.gelu, approximate=False)"
+ELSEWHERE = {
+    "gelu_new": ("gelu",),
+    "gelu_pytorch_tanh": ("gelu",),
+    "gelu_python": EXACT_GELU,
+    "gelu_exact": EXACT_GELU,
     "glu": ("sigmoid", "linear"),
     "reglu": ("relu", "linear"),
     "geglu": ("gelu", "linear"),
@@ -239,7 +244,8 @@ def activation(z, activations: Activations, params: Mapping[str, float] | Clamp 
       z: [.., A, N] f32, f16 or bf16.
       activations: A names ("gelu", "silu", "relu", "quick_gelu", "squared_relu", "sigmoid", "linear", "clamped_silu",
         "clamped_linear") or functions of an array. ("clamped_silu", "clamped_linear"), and any of the first six alone
-        or before "linear", run a fused kernel; all others are plain JAX.
+        or before "linear", run a fused kernel; all others are plain JAX. "gelu" is the tanh form;
+        functools.partial(jax.nn.gelu, approximate=False) is the exact one, in plain JAX.
       params: of the clamped activations: limit, alpha, glu_linear_offset; see Clamp.
       bias: [A, N] of any float dtype, or None: added to z, in the fused kernel without a rounding of the sum; its
         gradient comes out of the kernel that computes z's. Elsewhere the sum is rounded to z's dtype.
@@ -279,8 +285,8 @@ def fused_activation(activations: Activations, params: Mapping[str, float] | Cla
     known = [*CURVES, "linear", *CLAMPED_CURVES]
     for name in activations:
         if not callable(name) and name not in known:
-            gated = f"; write {GATED[name]} for it" if isinstance(name, str) and name in GATED else ""
-            raise ValueError(f"activation: activations: expected some of {known}, got {name!r}{gated}")
+            ours = f"; write {ELSEWHERE[name]} for it" if isinstance(name, str) and name in ELSEWHERE else ""
+            raise ValueError(f"activation: activations: expected some of {known}, got {name!r}{ours}")
     clamp = _clamp(activations, params)
     plain = activations[0] in CURVES and activations[1:] in ((), ("linear",))
     if plain or activations == tuple(CLAMPED_CURVES):
