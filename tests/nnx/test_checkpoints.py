@@ -4,6 +4,8 @@ from functools import partial
 
 import emulated
 import flax
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import orbax.checkpoint
 import pytest
@@ -83,17 +85,81 @@ def test_conversion_says_what_differs():
     good = te_nnx.to_linen(model)
     te_nnx.from_linen(model, {"params": good["params"]})  # the state may be missing: the model keeps its own
     for change, message in (
-        (lambda p: p.pop("wi_kernel"), r"only one of them has \['wi_kernel'\]"),
-        (lambda p: p.clear(), r"only one of them has \['ln_bias', 'scale', 'wi_kernel', 'wo_kernel'\]"),
-        (lambda p: p.update(more=X), r"only one of them has \['more'\]"),
-        (lambda p: p.update(wo_kernel=X), r"params/wo_kernel: expected \['float32\[48, 32\]'\]"),
-        (lambda p: p.update(scale=p["scale"].astype(jnp.bfloat16)), r"params/scale: .* got \['bfloat16\[32\]'\]"),
+        (lambda p: p.pop("wi_kernel"), r"the model alone has \['wi_kernel'\], and the variables alone have \[\]"),
+        (lambda p: p.clear(), r"the model alone has \['ln_bias', 'scale', 'wi_kernel', 'wo_kernel'\]"),
+        (lambda p: p.update(more=X), r"the model alone has \[\], and the variables alone have \['more'\]"),
+        (lambda p: p.update({0: X}), r"the variables alone have \['0'\]"),
+        (lambda p: p.update(wo_kernel=X), r"params/wo_kernel: expected \['float32\[48, 32\]'\], got [^;]*$"),
+        (lambda p: p.update(scale=p["scale"].astype(jnp.bfloat16)), r"scale: .* got \['bfloat16\[32\]'\]; cast it"),
     ):
-        params = dict(good["params"])
+        params = {name: value + 1 for name, value in good["params"].items()}
         change(params)
         with pytest.raises(ValueError, match=message):
             te_nnx.from_linen(model, {"params": params})
+        testing.assert_same_bytes(te_nnx.to_linen(model), good, "as it was")
+    with pytest.raises(ValueError, match=r"variables: expected {\"params\": ...}, got collections \['wi_kernel'"):
+        te_nnx.from_linen(model, {"wi_kernel": params["wi_kernel"]})
     short = te.GemmState.create(te.recipe.DelayedScaling(amax_history_len=3))
     state = {**good[te_flax.STATE_COLLECTION], "gemm_2_state": short}
     with pytest.raises(ValueError, match=r"gemm_2_state: expected \['float32\[3, 6\]'\], got \['float32\[3, 5\]'\]"):
         te_nnx.from_linen(model, {**good, te_flax.STATE_COLLECTION: state})
+
+
+# --- What is shared, or in a list ------------------------------------------------------------------------------------
+
+SIZES = dict(hidden_size=32, mlp_hidden_size=48, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+class Linen(nn.Module):
+    """Layers that share their biases, as T5's do."""
+
+    @nn.compact
+    def __call__(self, x):
+        shared = te_flax.RelativePositionBiases(32, 128, 4, name="shared")
+        for name in ("a", "b"):
+            x = te_flax.TransformerLayer(**SIZES, relative_embedding=shared, name=name)(x)
+        return x
+
+
+class Shared(nnx.Module):
+    """The same; the path by which NNX knows the biases is one of a layer."""
+
+    def __init__(self, *, rngs):
+        self.shared = te_nnx.RelativePositionBiases(32, 128, 4, rngs=rngs)
+        for name in ("a", "b"):
+            layer = te_nnx.TransformerLayer(**SIZES, relative_embedding=self.shared, rngs=rngs)
+            layer.above = self  # a path without an end
+            setattr(self, name, layer)
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+
+def test_what_is_shared_goes_by_the_shortest_path_and_comes_by_any():
+    model = twins.make(Shared)
+    variables = twins.twins(Linen(), model, X)
+    back = te_nnx.to_linen(model)
+    assert jax.tree.structure(back) == jax.tree.structure(variables)
+    testing.assert_same_bytes(back, variables)
+    testing.assert_close(nnx.jit(twins.call)(model, X), jax.jit(Linen().apply)(variables, X), emulated.F32)
+
+    params = dict(variables["params"])
+    shared = params.pop("shared")
+    table = {"rel_embedding": shared["rel_embedding"] + 1}
+    for layer in ("a", "b"):
+        te_nnx.from_linen(model, {"params": {**params, layer: {**params[layer], "relative_embedding": table}}})
+        testing.assert_same_bytes(te_nnx.to_linen(model)["params"]["shared"], table)
+    both = {**params, "shared": shared, "b": {**params["b"], "relative_embedding": table}}
+    message = r"expected one of \['b/relative_embedding/rel_embedding', 'shared/rel_embedding'\], which the model shar"
+    with pytest.raises(ValueError, match=message):
+        te_nnx.from_linen(model, {"params": both})
+
+
+@pytest.mark.parametrize("number", [int, str])
+def test_places_in_a_list_are_numbers_or_their_names(number):
+    layers = nnx.List([te_nnx.DenseGeneral(32, 4, rngs=nnx.Rngs(i)) for i in range(2)])
+    kernels = [jnp.full((32, 4), i, jnp.float32) for i in range(2)]
+    te_nnx.from_linen(
+        layers, {"params": {number(i): {"kernel": kernel, "bias": jnp.ones(4)} for i, kernel in enumerate(kernels)}}
+    )
+    testing.assert_same_bytes([layer.kernel.get_value() for layer in layers], kernels)
