@@ -353,5 +353,5 @@ def test_what_it_cannot_do_is_done_in_high_precision_and_keeps_states(case):
     testing.assert_same_bytes(grads[3], state)
     assert_same((out, grads[:3]), step(partial(op, state=None, quantized=False), query, key, value, dy))
     (reason, *_) = {row.why for row in te.explain(op, query, key, value, state).rows if "attention:" in row.why}
-    assert reason.startswith("attention: ") and "attention: fp8" not in reason and "; fp8_dpa: FP8 attention" in reason
+    assert reason.startswith("attention: ") and "attention: fp8" not in reason and "fp8_dpa: FP8 attention" in reason
     assert re.search(why, reason), reason

@@ -42,6 +42,8 @@ def attention_backend(
         cannot = next((why for cannot, why in _limits_of_fp8(*given) if cannot), None)
         if cannot is None:
             return "fp8", "the recipe's fp8_dpa, which has all that is asked for"
+        if platform() != "gpu":  # FP8 would be emulated: that there is no cuDNN is not why it can't be
+            return "reference", f"fp8_dpa: {cannot}"
         instead = f"; fp8_dpa: {cannot}"
     for cannot, why in _limits_of_cudnn(*given):
         if cannot:
