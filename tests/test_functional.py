@@ -67,6 +67,15 @@ def test_quantize_and_dequantize():
     testing.assert_close(back, X, emulated.fp8_bound(jnp.float8_e4m3fn))
 
 
+def test_a_table_of_angles_is_positions_times_frequencies():
+    x, frequencies = X[:, :, None], te.rope_frequencies(16)
+    angles = jnp.arange(8.0)[:, None] * frequencies
+    for group in ("consecutive", "alternate"):
+        turned = te.rope(x, frequencies, group=group)
+        testing.assert_close(turned, te.rope_table(x, angles, group=group), emulated.F32)
+        assert not np.array_equal(turned, x)
+
+
 def test_needs_no_flax():
     shared = ", ".join(
         f"transformer_engine_jax.modules.{name}" for name in ("attention", "dense", "mlp", "transformer")
@@ -78,6 +87,7 @@ def test_needs_no_flax():
 def test_all_that_is_promised_is_there():
     names = "dense layernorm rmsnorm layernorm_dense layernorm_mlp activation softmax fused_attn dot_product_attention"
     names += " quantize dequantize fp8_dot_general dot_general einsum gemm_quantizers GemmState QuantizerState policies"
+    names += " rope rope_table rope_frequencies"
     assert all(hasattr(te, name) and name in te.__all__ for name in names.split())
     assert te.__all__ == sorted(te.__all__)
 
@@ -146,6 +156,8 @@ def test_mistakes_in_products(call, error, message):
         (lambda: te.layernorm_mlp(X, None, None, (KERNEL[:, None], KERNEL.T)), "layernorm_mlp: gamma"),
         (lambda: te.activation(None, "gelu"), "activation: z"),
         (lambda: te.softmax(None), "softmax: logits"),
+        (lambda: te.rope(None, jnp.ones(8)), "rope: x"),
+        (lambda: te.rope_table(X[..., None, :], None), "rope_table: angles"),
         (lambda: te.einsum("bsk,kn->bsn", X, None), "einsum: kernel"),
         (lambda: te.quantize(X, None, dtype=jnp.float8_e4m3fn), "quantize: scale"),
         (lambda: te.dequantize(None, 1.0, dtype=jnp.float32), "dequantize: q"),

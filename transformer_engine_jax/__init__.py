@@ -26,6 +26,7 @@ from transformer_engine_jax.ops.layernorm import Norm, layernorm, rmsnorm
 from transformer_engine_jax.ops.layernorm_dense import layernorm_dense
 from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 from transformer_engine_jax.ops.main_grad import Accumulating
+from transformer_engine_jax.ops.rope import rope, rope_frequencies, rope_table
 from transformer_engine_jax.ops.softmax import softmax
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerState
 from transformer_engine_jax.quantizers import attention_quantizers, gemm_quantizers
@@ -67,6 +68,9 @@ __all__ = [
     "recipe",
     "reorder_causal_load_balancing",
     "rmsnorm",
+    "rope",
+    "rope_frequencies",
+    "rope_table",
     "softmax",
     "update_collections",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
+from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.quantize import FLOATS
 
 GROUPS = ("consecutive", "alternate")
@@ -102,7 +103,8 @@ def rope(x: jax.Array, frequencies: jax.Array, *, positions: jax.Array | None = 
     Raises:
       ValueError: shapes or dtypes do not fit, or an unknown group.
     """
-    x, frequencies = jnp.asarray(x), _checked_frequencies(frequencies)
+    x, frequencies = arrays("rope", dict(x=x, frequencies=frequencies))
+    frequencies = _checked_frequencies(frequencies)
     return _rope(Rotation(group), x, frequencies, _checked_positions(x, frequencies.shape[0], positions, group))
 
 
@@ -124,7 +126,7 @@ def rope_table(x: jax.Array, angles: jax.Array, *, positions: jax.Array | None =
     Raises:
       ValueError: shapes or dtypes do not fit, or an unknown group.
     """
-    x, angles = jnp.asarray(x), jnp.asarray(angles)
+    x, angles = arrays("rope_table", dict(x=x, angles=angles))
     if angles.ndim != 2 or not jnp.issubdtype(angles.dtype, jnp.floating):
         raise ValueError(f"rope_table: angles: expected f32[T, F], got {angles.dtype}{list(angles.shape)}")
     if positions is None and x.ndim == 4 and angles.shape[0] < x.shape[1]:
