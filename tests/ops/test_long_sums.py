@@ -99,6 +99,15 @@ def test_fast_accumulation_is_what_would_lose_it():
     assert lost > LOST if getattr(jax.devices()[0], "compute_capability", "") == "9.0" else abs(lost) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_bias_s_gradient_of_many_tokens_is_added_up_in_f32(dtype):
+    dy = jnp.asarray(np.random.default_rng(1).standard_normal((8192, 32)), dtype)
+    x, kernel = jnp.ones((8192, 16), dtype), jnp.ones((16, 32))
+    gradient = jax.jit(lambda bias, dy: jax.vjp(lambda bias: te.dense(x, kernel, bias), bias)[1](dy)[0])
+    got = gradient(jnp.zeros(32), dy)
+    assert relative_error(got, np.asarray(dy, np.float64).sum(0)) < float(jnp.finfo(dtype).eps)  # rounded once
+
+
 if __name__ == "__main__":
     for case in CASES:
         print(check(case))

@@ -272,6 +272,12 @@ def _backward(static: Dense, saved: Saved, dy):
 _fp8_dense = differentiable(_forward, _backward, gives="product")
 
 
+def _with_bias(y, bias) -> jax.Array:
+    """y[m.., n..] + bias[n..], whose gradient is summed in f32: of 16 bits XLA sums it in 16 on CPUs."""
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    return (y.astype(wide) + jnp.expand_dims(bias.astype(wide), range(y.ndim - bias.ndim))).astype(y.dtype)
+
+
 def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
     """On a mesh of explicit axes: the rows as x's, the columns as the kernel's, sums over shards done."""
     rows, columns = jax.typeof(x).sharding, jax.typeof(kernel).sharding
@@ -374,7 +380,7 @@ def _dense(
     if bias is not None:
         if sharding is not None:
             bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))
-        y = y + jnp.expand_dims(jnp.asarray(bias, y.dtype), range(y.ndim - bias.ndim))
+        y = _with_bias(y, bias.astype(y.dtype))
     if residual is not None:
         y = y + residual
     return y if quantizers is None else watch_gradient(y, quantizers.grad)
