@@ -51,7 +51,7 @@ class MultiHeadAttention(Fp8Module):
     "rmsnorm" (submodules `query_norm` and `key_norm`, zero-centred as the other) or "l2norm", which has no parameters;
     after RoPE, or before with qk_norm_before_rope; best with scale_attn_logits. enable_sequence_parallel: between the
     products, the sequence is sharded over the mesh axis of tensor parallelism. context_parallel_*: see
-    DotProductAttention.
+    DotProductAttention. dtype: of the parameters; all is computed in the inputs'.
     """
 
     head_dim: int

@@ -34,7 +34,7 @@ from transformer_engine_jax.ops.dropout import Residual
 
 
 class TransformerLayer(Fp8Module):
-    """One layer of a Transformer.
+    """One layer of a Transformer; it computes in its inputs' dtype, `dtype` is that of its parameters.
 
     Submodules `attention`, `mlp`, `relpos_bias`, `output_layernorm`; with layer_type DECODER `self_attention` and
     `encoder_decoder_attention` in place of `attention`. Pre-norm by default. output_layernorm=True moves the first norm
