@@ -19,7 +19,17 @@ from transformer_engine_jax.quantizers import gemm_quantizers
 
 TOKENS = (256, 1024, 4096, 8192, 16384)
 KERNELS = ("float32", "bfloat16")
-FEATURES = ((256, 256), (512, 512), (768, 768), (768, 3072), (1024, 1024), (1024, 4096), (2048, 2048), (4096, 4096))
+FEATURES = (
+    (256, 256),
+    (512, 512),
+    (768, 768),
+    (768, 3072),
+    (1024, 1024),
+    (1024, 4096),
+    (2048, 2048),
+    (4096, 4096),
+    (4096, 14336),
+)
 
 
 def gradients(fp8: recipe.Recipe | None) -> Callable:

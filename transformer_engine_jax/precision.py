@@ -1,8 +1,8 @@
 """Which products of modules run in FP8 under autocast: on a GPU those that gain by it, elsewhere all of them.
 
 FP8 halves the time of a product, and pays for it with casts and with the upkeep of scales. So small products lose. What
-is decided is decided at trace time, by sizes and the dtypes of kernels alone; `te.explain` shows it, and the recipe's
-`fp8_gemms` overrides it.
+is decided is decided at trace time, by sizes and the dtype that kernels are said to have alone; `te.explain` shows it,
+and the recipe's `fp8_gemms` overrides it.
 """
 
 from __future__ import annotations

@@ -160,12 +160,21 @@ class Around(nn.Module):
         return self.inner(x) * scale
 
 
+class Within(nn.Module):
+    """Which calls that by the name of what is inside."""
+
+    @nn.compact
+    def __call__(self, x):
+        return Around(name="inner")(x)
+
+
 def test_parameters_of_others_are_let_alone():
     """Those of users' names and classes, and what stands for none in a tree that is masked."""
-    for module in (Beside(4, use_bias=False), Around()):
+    for module in (Within(), Beside(4, use_bias=False), Around()):
         variables = module.init(jax.random.key(0), X)
-        assert set(variables["params"]) == {"kernel", "bias"}
-        testing.assert_same_bytes(module.apply(variables, X), X @ variables["params"]["kernel"])
+        params = variables["params"].get("inner", variables["params"])
+        assert set(params) == {"kernel", "bias"}
+        testing.assert_same_bytes(module.apply(variables, X), X @ params["kernel"])
     others = {"adapter": jnp.ones(3), "lora_a_kernel": jnp.ones(3), "bias": None}
     params = {"kernel": variables["params"]["kernel"], **others}
     got = te_flax.DenseGeneral(4, use_bias=False).apply({"params": params}, X)

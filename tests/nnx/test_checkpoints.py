@@ -155,6 +155,15 @@ def test_what_is_shared_goes_by_the_shortest_path_and_comes_by_any():
         te_nnx.from_linen(model, {"params": both})
 
 
+def test_what_is_tied_keeps_its_name():
+    model = nnx.Dict(embedding=nnx.Embed(4, 8, rngs=nnx.Rngs(0)))
+    model["head"] = model["embedding"].embedding
+    params = te_nnx.to_linen(model)["params"]
+    assert set(params) == {"embedding"}
+    te_nnx.from_linen(model, {"params": {"head": params["embedding"]["embedding"] + 1}})
+    testing.assert_same_bytes(model["head"].get_value(), params["embedding"]["embedding"] + 1)
+
+
 @pytest.mark.parametrize("number", [int, str])
 def test_places_in_a_list_are_numbers_or_their_names(number):
     layers = nnx.List([te_nnx.DenseGeneral(32, 4, rngs=nnx.Rngs(i)) for i in range(2)])

@@ -325,6 +325,17 @@ def test_the_choice_names_its_reason(shapes, fields, call, why, monkeypatch):
         raise AssertionError(reason)
 
 
+@pytest.mark.parametrize("sizes", ["2, s", "b, 16"])
+@pytest.mark.parametrize("given", ["mask", "bias", "window"])
+def test_masks_of_sizes_that_are_known_at_run_time_only(sizes, given, monkeypatch):
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    batch, length = jax.export.symbolic_shape(sizes)
+    x = jax.ShapeDtypeStruct((batch, length, 4, 8), jnp.bfloat16)
+    call = {} if given == "window" else {given: jax.ShapeDtypeStruct((batch, 1, length, length), jnp.bool_)}
+    backend, why = attention_backend(Attention(0.3, window=(3, 2) if given == "window" else None), x, x, x, **call)
+    assert (backend, why) == ("reference", "sizes of masks and biases are known at run time only")
+
+
 def test_the_choice_heeds_each_array(monkeypatch):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")
     query, key = jnp.zeros((2, 16, 4, 64), jnp.bfloat16), jnp.zeros((2, 16, 4, 64), jnp.float16)

@@ -1,5 +1,7 @@
 """Attention over a KV cache: by lengths, which our cuDNN handlers are told, against numpy; and where by a mask."""
 
+import dataclasses
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ import pytest
 from emulated import BF16, F32
 from jax.sharding import PartitionSpec as P
 
+import transformer_engine_jax as te
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.attention import Attention, backends, decode, flash
+from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, backends, decode, flash
 from transformer_engine_jax.ops.attention.decode import decode_attention
 from transformer_engine_jax.ops.attention.flash_cached import attention_cached, cached_attention
 
@@ -61,10 +64,11 @@ def test_is_numpys(case, q_len, index):
     if there.stop:
         testing.assert_close(jax.device_get(vjp(dy)), tuple(grads), bound)
     by_lengths = case in ("causal", "window", "all so far") and q_len < S
-    assert ("attention_cached" in str(jax.make_jaxpr(op)(*operands))) == (GPU and by_lengths)
+    told = GPU and by_lengths and G % jax.device_count() == 0
+    assert ("attention_cached" in str(jax.make_jaxpr(op)(*operands))) == told
 
 
-# What is missing of the handlers, head size, options, more of the call, whether it is by lengths.
+# What is missing of the handlers, head size, options, more of the call, whether it is by lengths on one device.
 TOLD = {
     "plain": ("", 64, {}, {}, True),
     "window": ("", 64, dict(window=(2, 0)), {}, True),
@@ -77,14 +81,18 @@ TOLD = {
 }
 
 
+@pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("case", TOLD)
 @pytest.mark.parametrize("q_len", [1, 5])
-def test_where_cudnn_is_told_lengths(case, q_len, monkeypatch):
+def test_where_cudnn_is_told_lengths(case, devices, q_len, monkeypatch):
+    """Not over devices that share the heads of one group: each would have a copy of the cache."""
     missing, size, fields, call, ours = TOLD[case]
+    ours = ours and G % devices == 0
     for module in (backends, decode):
         monkeypatch.setattr(module, "platform", lambda: "gpu")  # nothing is compiled
         monkeypatch.setattr(module, "missing", lambda: missing)
     monkeypatch.setattr(decode, "on_hopper", lambda: True)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **__: query)
     query, key = (jax.ShapeDtypeStruct((B, n, h, size), jnp.bfloat16) for n, h in ((q_len, H), (S, G)))
     attend = lambda query, key, value: decode_attention(
@@ -94,6 +102,23 @@ def test_where_cudnn_is_told_lengths(case, q_len, monkeypatch):
     assert ("attention_cached" in str(jaxpr)) == ours
     if ours:  # the cache is read where it lies
         assert not [e for e in jaxpr.eqns if e.outvars[0].aval.shape == key.shape]
+
+
+def test_a_promise_of_descriptors_needs_their_alignment():
+    options, ones = Attention(0.2, causal=True), jnp.ones(B, jnp.int32)
+    cached = dataclasses.replace(SequenceDescriptor.from_seqlens(ones), cached=True)
+    assert backends.visibility_form(options, 1, S, cached, None) == "lengths"
+    assert backends.visibility_form(options._replace(bottom_right=True), 1, S, cached, None) == "cache"
+
+
+@pytest.mark.parametrize("sizes", ["b, 1, s", "b, q, 16"])
+def test_lengths_that_are_known_at_run_time_only(sizes):
+    b, q_len, k_len = jax.export.symbolic_shape(sizes, constraints=["q<=16"] if "q" in sizes else [])
+    shapes = [jax.ShapeDtypeStruct((b, n, h, 8), jnp.float32) for n, h in ((q_len, H), (k_len, G), (k_len, G))]
+    attend = lambda *qkv: decode_attention(*qkv, index=3, options=Attention(0.2, causal=True))
+    read = jax.export.export(jax.jit(attend), disabled_checks=te.export_checks())(*shapes)
+    qkv = [jnp.asarray(x) for x in emulated.normal(0, (B, 1, H, 8), (B, 16, G, 8), (B, 16, G, 8))]
+    testing.assert_close(read.call(*qkv), attend(*qkv), F32)
 
 
 # --- The kernel ------------------------------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ class Fp8Module(nn.Module):
         Not in a user's class of it, nor in a scope that it shares (nn.share_scope): they may be other ones there.
         """
         given = [name for name in names if jax.tree.leaves(self.get_variable("params", name))]
-        if given and is_ours(type(self)) and self.scope.name == self.name:
+        own = getattr(self.parent, "scope", None) is not self.scope
+        if given and own and is_ours(type(self)):
             where = " ".join([type(self).__name__, "/".join(self.path)]).rstrip()
             raise ValueError(
                 f"{where}: expected no parameters {given} with {field}={getattr(self, field)!r}, which does not use "

@@ -110,7 +110,7 @@ def check_common(module: Any) -> None:
 
 def check_bool(module: Any, field: str, value: Any) -> None:
     """Raises ValueError where the value of a module's field is neither True nor False."""
-    if not (isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_):
+    if not (isinstance(value, bool) or (getattr(value, "dtype", None) == np.bool_ and value.ndim == 0)):
         scaled = field == "scale_attn_logits"
         hint = "; to scale by another number multiply the query's kernel, and bias, by it" if scaled else ""
         raise ValueError(f"{type(module).__name__}.{field}: expected True or False, got {value!r}{hint}")

@@ -20,7 +20,10 @@ Path = tuple[Any, ...]
 
 
 class _Variables(dict[Path, nnx.Variable]):
-    """The model's own variables of a type, by the shortest path to each: one that is shared has several."""
+    """The model's own variables of a type, by the shortest path to each: what is shared has several.
+
+    One that another module holds by another name, as an embedding is tied, keeps the name that it has first.
+    """
 
     def __init__(self, model: nnx.Module, kind: type):
         nodes = dict(nnx.iter_graph(model))  # each once, by the path that comes first
@@ -31,7 +34,8 @@ class _Variables(dict[Path, nnx.Variable]):
         shortest, queue = {(): ()}, [()]
         for node in queue:
             for name, child in self.inside.get(node, {}).items():
-                if child not in shortest:
+                renamed = isinstance(nodes.get(child), nnx.Variable) and name != str(child[-1])
+                if child not in shortest and not renamed:
                     shortest[child] = (*shortest[node], name)
                     queue.append(child)
         self.shortest = shortest

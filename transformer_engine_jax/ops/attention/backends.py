@@ -108,6 +108,8 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         yield not parts_only, f"over {context_parallel.axis!r} cuDNN has no masks, biases, windows or descriptors"
         yield options.causal and q_len != k_len, f"over {context_parallel.axis!r} cuDNN needs as many keys as queries"
         return
+    known = all(isinstance(n, int) for n in (batch, q_len, k_len))
+    yield not known and (form == "mask" or bias is not None), "sizes of masks and biases are known at run time only"
     odd = bias is not None and form == "lengths" and bool(q_len % 2 or k_len % 2)
     yield odd, f"cuDNN's biases of sequences of some lengths need even rows, not of {q_len} and {k_len}"
     if form == "mask":
@@ -149,7 +151,7 @@ def visibility_form(options: Attention, q_len: int, k_len: int, sequences: Seque
     left, _ = options.reach
     if mask is not None or (options.reach != (-1, -1) and not options.causal):
         return "mask"
-    if sequences is not None and sequences.cached:
+    if sequences is not None and sequences.cached and options.bottom_right:
         return "cache"
     if options.bottom_right and (sequences is not None or q_len != k_len):
         return "mask"

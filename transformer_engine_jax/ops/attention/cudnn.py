@@ -127,7 +127,7 @@ def _masked(options: Attention, query, key, value, bias, queries: Places, keys: 
     seen = _as_query(query, jnp.broadcast_to(seen, (*seen.shape[:2], q_len, k_len)))
     # To cuDNN a mask is a large negative bias: where nothing is seen, all is seen alike.
     some = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]  # [B or 1, Q, H or 1, 1]
-    # Its masks and biases need even lengths: one more query, and one more key, which nobody sees.
+    # Gradients of its masks and biases need even lengths: one more query, and one more key, which nobody sees.
     query, key, value = (filled(x, {1: x.shape[1] % 2}) for x in (query, key, value))
     bias, seen = (None if x is None else filled(x, {2: q_len % 2, 3: k_len % 2}) for x in (bias, seen))
     out = jax.nn.dot_product_attention(query, key, value, bias, seen, scale=options.scale, implementation="cudnn")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.decisions import platform
-from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing, on_hopper
+from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
 from transformer_engine_jax.ops.attention.op import check_broadcast, dot_product_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, SequenceDescriptor, visible
@@ -63,7 +63,8 @@ def decode_attention(
       key, value: [B, S, G, D] of the cache. Its tokens from index + Q on are not there yet, and hidden; finite numbers.
       index: i32[] where in the cache the first query stands. Causality, window and score_mod compare places there.
       mask, bias: as of dot_product_attention, [.., Q or 1, S]; or of all tokens, [.., S, S], whose rows are taken.
-      options, softmax_offset, dropout_key, quantizers: as of dot_product_attention; with its mask, never in FP8.
+      options, softmax_offset, dropout_key: as of dot_product_attention.
+      quantizers: as of dot_product_attention; their states are kept, as attention over a cache is never in FP8.
 
     Returns:
       [B, Q, H, Dv] in query's dtype; NaN for queries past the end of the cache.
@@ -98,8 +99,12 @@ def _by_lengths(options: Attention, query, key, value) -> bool:
     """Whether lengths say what is seen, and cuDNN, where it is here, can be told so: it reads no more of the cache."""
     plain = options.score_mod is None and options.softmax_type == "vanilla"
     told = plain and (options.causal or options.reach == (-1, -1))
-    fits = max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_SIZE and on_hopper() and not missing()
-    return told and query.shape[1] < key.shape[1] and (platform() != "gpu" or fits)
+    q_len, k_len = query.shape[1], key.shape[1]
+    if not (told and isinstance(q_len, int) and isinstance(k_len, int) and q_len < k_len):  # or known at run time only
+        return False
+    narrow = max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_SIZE
+    as_it_lies = Flash.of(options, query, key).repeats == 1
+    return platform() != "gpu" or (narrow and as_it_lies and on_hopper() and not missing())
 
 
 def _so_far(index, query, key) -> SequenceDescriptor:

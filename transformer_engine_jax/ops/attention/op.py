@@ -111,7 +111,7 @@ def dot_product_attention(
     if explicit:
         sequence = context_parallel and context_parallel.axis
         (query, key, value), others = of_examples_and_heads(query, key, value, others, sequence)
-    cached = sequence_descriptor is not None and sequence_descriptor.cached
+    cached = sequence_descriptor is not None and sequence_descriptor.cached and options.bottom_right
     if not (packed or cached):
         query = _without_padding(query, queries.segment)
         key, value = (_without_padding(x, keys.segment) for x in (key, value))

@@ -27,7 +27,8 @@ class SequenceDescriptor:
     segment_ids: i32[B, S] the same number, not 0, for the tokens of one sequence; 0 is padding.
     segment_pos: i32[B, S] positions of tokens in their sequence. None: counted from where the segment id changes.
     max_segments: a promise, see `from_segment_ids_and_pos`.
-    cached: a promise, that keys are those of a KV cache, of which a row's queries are the last; finite past their ends.
+    cached: decode_attention's promise, with options.bottom_right: keys are those of a KV cache, of which a row's
+      queries are the last, and finite past their ends.
     """
 
     seqlens: Pair | None = None
