@@ -156,7 +156,7 @@ def test_decoding_is_in_high_precision_and_keeps_states():
         _, (new,) = steps.step(decode, state)
         whys = {row.why for row in te.explain(decode, state).rows if "attention:" in row.why}
     testing.assert_same_bytes(new["core_attention"], state["core_attention"])
-    assert whys and all("fp8_dpa: FP8 attention is told no mask" in why for why in whys)
+    assert whys and all("fp8_dpa: FP8 attention is told no cache" in why for why in whys)
 
 
 class Twice(nn.Module):

@@ -100,7 +100,8 @@ def _by_lengths(options: Attention, query, key, value) -> bool:
     plain = options.score_mod is None and options.softmax_type == "vanilla"
     told = plain and (options.causal or options.reach == (-1, -1))
     q_len, k_len = query.shape[1], key.shape[1]
-    if not (told and isinstance(q_len, int) and isinstance(k_len, int) and q_len < k_len):  # or known at run time only
+    known = isinstance(q_len, int) and isinstance(k_len, int)  # not of what is exported
+    if not (told and known and q_len < k_len):
         return False
     narrow = max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_SIZE
     as_it_lies = Flash.of(options, query, key).repeats == 1
