@@ -10,7 +10,7 @@ import pytest
 from jax.interpreters import partial_eval
 
 import transformer_engine_jax as te
-from transformer_engine_jax import testing
+from transformer_engine_jax import decisions, testing
 from transformer_engine_jax.handlers import HANDLERS
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.activation import activation_fwd
@@ -28,6 +28,16 @@ G = jnp.linspace(0.5, 1.5, 64)
 
 def quantized(x):
     return quantize(x, SCALE, dtype=E4M3, q_t=True)
+
+
+@pytest.mark.parametrize("tokens, few", [(1, True), (63, True), (64, False), (None, False)])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_of_few_tokens_a_gpu_compiles_the_reference(platform, tokens, few, monkeypatch):
+    monkeypatch.setattr(decisions, "platform", lambda: platform)
+    run = lambda x: rmsnorm_fwd.of(tokens)(x, G, None, epsilon=1e-6).y
+    (call,) = [eqn.params["call"] for eqn in jax.make_jaxpr(run)(X).eqns if eqn.primitive is kernel_p]
+    assert call.reference == (few and platform == "gpu")
+    testing.assert_close(run(X), rmsnorm_fwd(X, G, None, epsilon=1e-6).y, 1e-6)
 
 
 # --- Declarations ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import re
 
 import jax
 
+FEW_TOKENS = 64
+
 _FORM = re.compile(r"\w+: [\w-]+ \(.*\)")
 
 
@@ -27,6 +29,14 @@ def devices() -> int:
     """How many a step may span, at trace time: those of the mesh in force, without one all of JAX's."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() if mesh.empty else mesh.size
+
+
+def few(tokens) -> bool:
+    """Whether GPUs do better by XLA's own products and fusions of so few tokens, as of those that are generated.
+
+    A kernel of one token takes 2 us, whatever it does: what is fused with its neighbours is free.
+    """
+    return isinstance(tokens, int) and tokens < FEW_TOKENS and platform() == "gpu"
 
 
 def shards(x) -> int:

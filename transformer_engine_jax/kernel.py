@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.alignment import align
+from transformer_engine_jax.decisions import few
 from transformer_engine_jax.primitive import NO_MESH, kernel_p
 from transformer_engine_jax.rules import Axes, name_axes, parse
 
@@ -119,7 +120,14 @@ class Kernel:
                     "say how its shards are combined, or `whole`, that the axis is not sharded"
                 )
 
+    def of(self, tokens) -> Callable:
+        """The kernel; of so few tokens that a GPU's time is that of launches it compiles its reference, which XLA fuses."""
+        return functools.partial(self._bind, bool(use_references.value) or few(tokens))
+
     def __call__(self, *operands, **attributes):
+        return self._bind(bool(use_references.value), *operands, **attributes)
+
+    def _bind(self, reference: bool, /, *operands, **attributes):
         if not self.least_operands <= len(operands) <= len(self.operand_names):
             raise TypeError(f"{self.name} takes {self.operand_names}, got {len(operands)} operands")
         operands += (None,) * (len(self.operand_names) - len(operands))
@@ -134,7 +142,7 @@ class Kernel:
             attributes["dtype"] = np.dtype(attributes["dtype"])
         # One cache key for what is equal: numpy's 1 equals Python's, and hashes alike.
         attributes = {name: v.item() if isinstance(v, np.generic) else v for name, v in attributes.items()}
-        call = Call(self, tuple(attributes.items()), tuple(x is None for x in operands), bool(use_references.value))
+        call = Call(self, tuple(attributes.items()), tuple(x is None for x in operands), reference)
         given = [x for x in operands if x is not None]
         # Python's numbers are f32, whatever jax_enable_x64 says.
         present = align(*[jnp.asarray(x, jnp.float32 if isinstance(x, int | float) else None) for x in given])

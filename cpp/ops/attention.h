@@ -39,6 +39,15 @@ struct AttentionOptions {
   int64_t left;  // how many keys before its own position a query sees, -1 for all; only where causal
 };
 
+// Of the kernels that have no dropout.
+struct UndroppedAttributes {
+  float scale;
+  bool causal;
+  int64_t left;
+  Buffers buffers;
+  AttentionOptions options() const { return {scale, /*dropout=*/0.f, causal, left}; }
+};
+
 inline Check& shape(Check& check, const char* argument, const ffi::AnyBuffer& b,
                     std::initializer_list<int64_t> expected) {
   return check.that(
@@ -162,3 +171,6 @@ inline cudnn::Pointers pointers_of(const AttentionOperands& in) {
 }
 
 }  // namespace te
+
+TE_ATTRIBUTES(te::UndroppedAttributes, TE_ATTRIBUTE(float, scale), TE_ATTRIBUTE(bool, causal),
+              TE_ATTRIBUTE(int64_t, left), TE_ATTRIBUTE(te::Buffers, buffers));

@@ -8,17 +8,9 @@
 
 namespace te {
 
-struct AttentionCachedAttributes {
-  float scale;
-  bool causal;
-  int64_t left;
-  Buffers buffers;
-  AttentionOptions options() const { return {scale, /*dropout=*/0.f, causal, left}; }
-};
-
 namespace {
 
-Check check_call(const AttentionOperands& in, Out& o, const AttentionCachedAttributes& attributes, AttentionShape& s) {
+Check check_call(const AttentionOperands& in, Out& o, const UndroppedAttributes& attributes, AttentionShape& s) {
   Check check(in.op);
   check.that(is_16_bits(in.q), "q", "bf16 or f16", in.q);
   if (check.failed()) return check;
@@ -27,14 +19,14 @@ Check check_call(const AttentionOperands& in, Out& o, const AttentionCachedAttri
   return like(check_lengths(check.that(in.lengths(), "q_len", "s32[B]", in.q_len), in, s), "o", *o, in.q);
 }
 
-cudnn::Call call_of(const AttentionOperands& in, const AttentionShape& s, const AttentionCachedAttributes& attributes) {
+cudnn::Call call_of(const AttentionOperands& in, const AttentionShape& s, const UndroppedAttributes& attributes) {
   return graph_call(in.op, {kCachedForward, in.q.element_type(), s, attributes.options(), /*lengths=*/true});
 }
 
 }  // namespace
 
 ffi::Error AttentionCachedInitialize(In q, In k, In v, In q_len, In k_len, Out o, Out workspace,
-                                     AttentionCachedAttributes attributes) {
+                                     UndroppedAttributes attributes) {
   const AttentionOperands in{"te_attention_cached", q, k, v, q_len, k_len};
   AttentionShape s{};
   const Check check = check_call(in, o, attributes, s);
@@ -44,7 +36,7 @@ ffi::Error AttentionCachedInitialize(In q, In k, In v, In q_len, In k_len, Out o
 }
 
 ffi::Error AttentionCached(cudaStream_t stream, In q, In k, In v, In q_len, In k_len, Out o, Out workspace,
-                           AttentionCachedAttributes attributes) {
+                           UndroppedAttributes attributes) {
   const AttentionOperands in{"te_attention_cached", q, k, v, q_len, k_len};
   AttentionShape s{};
   const Check check = check_call(in, o, attributes, s);
@@ -56,9 +48,6 @@ ffi::Error AttentionCached(cudaStream_t stream, In q, In k, In v, In q_len, In k
 }
 
 }  // namespace te
-
-TE_ATTRIBUTES(te::AttentionCachedAttributes, TE_ATTRIBUTE(float, scale), TE_ATTRIBUTE(bool, causal),
-              TE_ATTRIBUTE(int64_t, left), TE_ATTRIBUTE(te::Buffers, buffers));
 
 TE_HANDLER(attention_cached, AttentionCached)
 TE_INITIALIZER(attention_cached, AttentionCachedInitialize)

@@ -12,13 +12,6 @@
 
 namespace te {
 
-struct AttentionFp8Attributes {
-  float scale;
-  bool causal;
-  int64_t left;
-  Buffers buffers;
-};
-
 namespace {
 
 struct Scales {
@@ -74,10 +67,10 @@ cudnn::Pointers pointers_of(const AttentionOperands& in, const Scales& scales, O
 
 ffi::Error AttentionFp8FwdInitialize(In q, In k, In v, In q_descale, In k_descale, In v_descale, In weight_scale,
                                      In weight_descale, In o_scale, In q_len, In k_len, Out o, Out stats, Out workspace,
-                                     AttentionFp8Attributes a) {
+                                     UndroppedAttributes attributes) {
   const AttentionOperands in{"te_attention_fp8_fwd", q, k, v, q_len, k_len};
   const Scales scales{q_descale, k_descale, v_descale, weight_scale, weight_descale, o_scale};
-  const AttentionOptions options{a.scale, /*dropout=*/0.f, a.causal, a.left};
+  const AttentionOptions options = attributes.options();
   AttentionShape s{};
   const Check check = check_call(in, scales, o, stats, workspace, options, s);
   if (check.failed()) return check.error();
@@ -87,10 +80,10 @@ ffi::Error AttentionFp8FwdInitialize(In q, In k, In v, In q_descale, In k_descal
 
 ffi::Error AttentionFp8Fwd(cudaStream_t stream, In q, In k, In v, In q_descale, In k_descale, In v_descale,
                            In weight_scale, In weight_descale, In o_scale, In q_len, In k_len, Out o, Out stats,
-                           Out workspace, AttentionFp8Attributes a) {
+                           Out workspace, UndroppedAttributes attributes) {
   const AttentionOperands in{"te_attention_fp8_fwd", q, k, v, q_len, k_len};
   const Scales scales{q_descale, k_descale, v_descale, weight_scale, weight_descale, o_scale};
-  const AttentionOptions options{a.scale, /*dropout=*/0.f, a.causal, a.left};
+  const AttentionOptions options = attributes.options();
   AttentionShape s{};
   const Check check = check_call(in, scales, o, stats, workspace, options, s);
   if (check.failed()) return check.error();
@@ -100,9 +93,6 @@ ffi::Error AttentionFp8Fwd(cudaStream_t stream, In q, In k, In v, In q_descale, 
 }
 
 }  // namespace te
-
-TE_ATTRIBUTES(te::AttentionFp8Attributes, TE_ATTRIBUTE(float, scale), TE_ATTRIBUTE(bool, causal),
-              TE_ATTRIBUTE(int64_t, left), TE_ATTRIBUTE(te::Buffers, buffers));
 
 TE_HANDLER(attention_fp8_fwd, AttentionFp8Fwd)
 TE_INITIALIZER(attention_fp8_fwd, AttentionFp8FwdInitialize)

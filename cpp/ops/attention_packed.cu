@@ -19,14 +19,6 @@
 
 namespace te {
 
-struct AttentionPackedAttributes {
-  float scale;
-  bool causal;
-  int64_t left;
-  Buffers buffers;
-  AttentionOptions options() const { return {scale, /*dropout=*/0.f, causal, left}; }
-};
-
 namespace {
 
 struct PackedOperands : AttentionOperands {
@@ -34,8 +26,7 @@ struct PackedOperands : AttentionOperands {
   int64_t most() const { return q_len.dimensions()[1]; }
 };
 
-Check check_call(const PackedOperands& in, Out& workspace, const AttentionPackedAttributes& attributes,
-                 AttentionShape& s) {
+Check check_call(const PackedOperands& in, Out& workspace, const UndroppedAttributes& attributes, AttentionShape& s) {
   Check check(in.op);
   check.that(is_16_bits(in.q), "q", "bf16 or f16", in.q);
   check.that(in.q_len.dimensions().size() == 2, "q_len", "s32[B, N]", in.q_len);
@@ -57,7 +48,7 @@ Check& check_stats_and_o(Check& check, const ffi::AnyBuffer& stats, const ffi::A
   return like(check, "o", o, q);
 }
 
-cudnn::Call call_of(const PackedOperands& in, const AttentionShape& s, const AttentionPackedAttributes& a,
+cudnn::Call call_of(const PackedOperands& in, const AttentionShape& s, const UndroppedAttributes& a,
                     AttentionKind kind) {
   const DType dtype = in.q.element_type();
   AttentionCall call{kind, dtype, s, a.options(), /*lengths=*/true};
@@ -77,7 +68,7 @@ cudnn::Workspace after_offsets(Out& workspace, int64_t sequences) {
   return {static_cast<char*>(whole.data) + offsets, whole.bytes - offsets};
 }
 
-ffi::Error prepare(const PackedOperands& in, const AttentionShape& s, const AttentionPackedAttributes& attributes,
+ffi::Error prepare(const PackedOperands& in, const AttentionShape& s, const UndroppedAttributes& attributes,
                    AttentionKind kind, Out& workspace) {
   if (s.empty() || in.most() == 0) return ffi::Error::Success();
   return cudnn::prepare(call_of(in, s, attributes, kind), after_offsets(workspace, s.batch * in.most()));
@@ -85,9 +76,9 @@ ffi::Error prepare(const PackedOperands& in, const AttentionShape& s, const Atte
 
 // of_queries, of_keys: results, whose tokens are those of queries or of keys; pointers: of what else in has not.
 ffi::Error execute(const PackedOperands& in, const bool* kept, const AttentionShape& s,
-                   const AttentionPackedAttributes& attributes, AttentionKind kind,
-                   std::map<AttentionUid, Out*> of_queries, std::map<AttentionUid, Out*> of_keys,
-                   cudnn::Pointers pointers, Out& workspace, cudaStream_t stream) {
+                   const UndroppedAttributes& attributes, AttentionKind kind, std::map<AttentionUid, Out*> of_queries,
+                   std::map<AttentionUid, Out*> of_keys, cudnn::Pointers pointers, Out& workspace,
+                   cudaStream_t stream) {
   if (s.empty() || in.most() == 0) return ffi::Error::Success();
   const int64_t sequences = s.batch * in.most();
   const int32_t *q_start = in.q_start.typed_data<int32_t>(), *k_start = in.k_start.typed_data<int32_t>();
@@ -116,7 +107,7 @@ ffi::Error execute(const PackedOperands& in, const bool* kept, const AttentionSh
 }
 
 Check check_forward(const PackedOperands& in, const In& kept, Out& o, Out& stats, Out& workspace,
-                    const AttentionPackedAttributes& attributes, AttentionShape& s) {
+                    const UndroppedAttributes& attributes, AttentionShape& s) {
   Check check = check_call(in, workspace, attributes, s);
   if (check.failed()) return check;
   if (present(kept)) shape(check.dtype("kept", kept, DType::PRED), "kept", kept, {s.batch});
@@ -124,7 +115,7 @@ Check check_forward(const PackedOperands& in, const In& kept, Out& o, Out& stats
 }
 
 Check check_backward(const PackedOperands& in, const In& stats, const In& o, const In& dout, Out& dq, Out& dk, Out& dv,
-                     Out& workspace, const AttentionPackedAttributes& attributes, AttentionShape& s) {
+                     Out& workspace, const UndroppedAttributes& attributes, AttentionShape& s) {
   Check check = check_call(in, workspace, attributes, s);
   if (check.failed()) return check;
   like(check_stats_and_o(check, stats, o, in.q, s), "do", dout, in.q);
@@ -150,7 +141,7 @@ Check check_blank(const In& x, const In& start, const In& length, Out& y) {
 // ---- Handlers ---------------------------------------------------------------------------------------
 
 ffi::Error AttentionPackedFwdInitialize(In q, In k, In v, In q_start, In q_len, In k_start, In k_len, In kept, Out o,
-                                        Out stats, Out workspace, AttentionPackedAttributes attributes) {
+                                        Out stats, Out workspace, UndroppedAttributes attributes) {
   const PackedOperands in{{"te_attention_packed_fwd", q, k, v, q_len, k_len}, q_start, k_start};
   AttentionShape s{};
   const Check check = check_forward(in, kept, o, stats, workspace, attributes, s);
@@ -158,7 +149,7 @@ ffi::Error AttentionPackedFwdInitialize(In q, In k, In v, In q_start, In q_len, 
 }
 
 ffi::Error AttentionPackedFwd(cudaStream_t stream, In q, In k, In v, In q_start, In q_len, In k_start, In k_len,
-                              In kept, Out o, Out stats, Out workspace, AttentionPackedAttributes attributes) {
+                              In kept, Out o, Out stats, Out workspace, UndroppedAttributes attributes) {
   const PackedOperands in{{"te_attention_packed_fwd", q, k, v, q_len, k_len}, q_start, k_start};
   AttentionShape s{};
   const Check check = check_forward(in, kept, o, stats, workspace, attributes, s);
@@ -169,7 +160,7 @@ ffi::Error AttentionPackedFwd(cudaStream_t stream, In q, In k, In v, In q_start,
 
 ffi::Error AttentionPackedBwdInitialize(In stats, In q, In k, In v, In o, In dout, In q_start, In q_len, In k_start,
                                         In k_len, Out dq, Out dk, Out dv, Out workspace,
-                                        AttentionPackedAttributes attributes) {
+                                        UndroppedAttributes attributes) {
   const PackedOperands in{{"te_attention_packed_bwd", q, k, v, q_len, k_len}, q_start, k_start};
   AttentionShape s{};
   const Check check = check_backward(in, stats, o, dout, dq, dk, dv, workspace, attributes, s);
@@ -178,7 +169,7 @@ ffi::Error AttentionPackedBwdInitialize(In stats, In q, In k, In v, In o, In dou
 
 ffi::Error AttentionPackedBwd(cudaStream_t stream, In stats, In q, In k, In v, In o, In dout, In q_start, In q_len,
                               In k_start, In k_len, Out dq, Out dk, Out dv, Out workspace,
-                              AttentionPackedAttributes attributes) {
+                              UndroppedAttributes attributes) {
   const PackedOperands in{{"te_attention_packed_bwd", q, k, v, q_len, k_len}, q_start, k_start};
   AttentionShape s{};
   const Check check = check_backward(in, stats, o, dout, dq, dk, dv, workspace, attributes, s);
@@ -205,9 +196,6 @@ ffi::Error AttentionBlank(cudaStream_t stream, In x, In start, In length, Out y)
 }
 
 }  // namespace te
-
-TE_ATTRIBUTES(te::AttentionPackedAttributes, TE_ATTRIBUTE(float, scale), TE_ATTRIBUTE(bool, causal),
-              TE_ATTRIBUTE(int64_t, left), TE_ATTRIBUTE(te::Buffers, buffers));
 
 TE_HANDLER(attention_packed_fwd, AttentionPackedFwd)
 TE_INITIALIZER(attention_packed_fwd, AttentionPackedFwdInitialize)

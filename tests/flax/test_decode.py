@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from steps import CURRENT
 
 import transformer_engine_jax as te
-from transformer_engine_jax import testing
+from transformer_engine_jax import decisions, testing
 from transformer_engine_jax.flax import MultiHeadAttention, SequenceDescriptor, TransformerLayer, TransformerLayerType
 from transformer_engine_jax.ops.attention import Attention
 from transformer_engine_jax.ops.attention.decode import decode_attention
@@ -186,8 +186,23 @@ def test_in_fp8_and_bf16():
     testing.assert_close(got.astype(jnp.float32), expected, 0.1)  # as in test_transformer.test_fp8_is_near
 
 
+@pytest.fixture(params=["here", "of few tokens"])
+def tokens(request, monkeypatch):
+    """Where tokens are few, XLA computes what kernels do elsewhere, as on a GPU."""
+    if request.param != "here":
+        monkeypatch.setattr(decisions, "platform", lambda: "gpu")
+
+
+@pytest.mark.parametrize("fields", [{}, dict(num_gqa_groups=2, layernorm_type="rmsnorm", use_bias=True)], ids=str)
+def test_one_row_alone(fields, tokens):
+    layer = Layer(enable_rotary_pos_emb=True, mlp_activations=("silu", "linear"), **fields)
+    variables, x = steps.randomized(steps.init(layer, X[:1])), X[:1]
+    got, _ = decoded(layer, variables["params"], x, (3, *(1,) * (S - 3)))
+    testing.assert_close(got, jax.jit(layer.apply)(variables, x), F32)
+
+
 @pytest.mark.parametrize("explicit, cache_placed", [(False, True), (True, True), (True, False)])
-def test_sharded_is_unsharded(explicit, cache_placed):
+def test_sharded_is_unsharded(explicit, cache_placed, tokens):
     layer = Layer(enable_rotary_pos_emb=True)
     x = jnp.tile(X, (2, 1, 1))
     boxed = steps.init(layer, x, unbox=False, decode=True)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, backends, decode, flash
-from transformer_engine_jax.ops.attention.decode import decode_attention
+from transformer_engine_jax.ops.attention.decode import KVCache, decode_attention
 from transformer_engine_jax.ops.attention.flash_cached import attention_cached, cached_attention
 
 GPU = jax.default_backend() == "gpu"
@@ -90,8 +90,8 @@ def test_where_cudnn_is_told_lengths(case, devices, q_len, monkeypatch):
     ours = ours and G % devices == 0
     for module in (backends, decode):
         monkeypatch.setattr(module, "platform", lambda: "gpu")  # nothing is compiled
-        monkeypatch.setattr(module, "missing", lambda: missing)
-    monkeypatch.setattr(decode, "on_hopper", lambda: True)
+    monkeypatch.setattr(backends, "missing", lambda: missing)
+    monkeypatch.setattr(backends, "on_hopper", lambda: True)
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **__: query)
     query, key = (jax.ShapeDtypeStruct((B, n, h, size), jnp.bfloat16) for n, h in ((q_len, H), (S, G)))
@@ -102,6 +102,20 @@ def test_where_cudnn_is_told_lengths(case, devices, q_len, monkeypatch):
     assert ("attention_cached" in str(jaxpr)) == ours
     if ours:  # the cache is read where it lies
         assert not [e for e in jaxpr.eqns if e.outvars[0].aval.shape == key.shape]
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("index", [0, 5, S - 2, S - 1, S, S + 4])
+def test_what_is_past_the_end_is_dropped(index, tokens):
+    shapes = [(B, n, G, d) for n in (S, tokens) for d in (D, 8)]
+    key, value, *new = (jnp.asarray(x) for x in emulated.normal(4, *shapes))
+    got = jax.jit(KVCache.append)(KVCache(key, value, jnp.int32(index)), *new)
+    kept = max(min(tokens, S - index), 0)
+    for cached, before, added in zip(got, (key, value), new):
+        testing.assert_same_bytes(
+            cached, np.concatenate([before[:, :index], added[:, :kept], before[:, index + kept :]], 1)
+        )
+    assert got.index == index + tokens
 
 
 def test_a_promise_of_descriptors_needs_their_alignment():

@@ -5,10 +5,13 @@ from functools import partial
 import emulated
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from emulated import F32
 
 import transformer_engine_jax as te
-from transformer_engine_jax import testing
+from transformer_engine_jax import decisions, testing
+from transformer_engine_jax.ops import dense as dense_module
 from transformer_engine_jax.ops import product as module
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.gemm import gemm
@@ -19,8 +22,9 @@ BOUND = {"bfloat16": 1e-2, "float16": 2e-3}
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """The choice that one GPU makes, of many tokens."""
-    monkeypatch.setattr(module, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 1)
+    for each in (module, decisions):
+        monkeypatch.setattr(each, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
@@ -150,16 +154,41 @@ def test_what_is_not_computed_here(monkeypatch):
     assert module.computes(x, kernel, 1)
     assert not module.computes(x.astype(jnp.float32), kernel, 1)
     assert not module.computes(x[:0], kernel, 1)
-    monkeypatch.setattr(module, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 4)
     assert module.computes(x.reshape(2, 2, 8), kernel, 1) and not module.computes(x[:3], kernel, 1)
     assert not module.computes(x.reshape(2, 2, 8), kernel.reshape(2, 4, 4), 2)
-    assert module.computes(x[:1], kernel.reshape(8, 2, 2), 1)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not module.computes(x, kernel, 1)
     for size in (2, 1):  # the mesh in force counts, also where it is not of this machine's devices
         monkeypatch.setattr(jax, "device_count", lambda size=size: 3 - size)
         with jax.set_mesh(testing.mesh_of((size,), ("data",))):
             assert module.computes(x, kernel, 1) == (size == 1)
+
+
+# x, kernel, contracted axes, whether a second row is added
+ALONE = {
+    "a row": ((1, 8), (8, 6), 1, True),
+    "of more axes": ((1, 1, 2, 4), (2, 4, 3, 2), 2, True),
+    "two rows": ((1, 2, 8), (8, 6), 1, False),
+    "none": ((8,), (8, 6), 1, False),
+    "a large kernel": ((1, 8), (8, 9), 1, False),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_a_row_alone(case, by_kernels, monkeypatch):
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
+    monkeypatch.setattr(dense_module, "LEAST_OF_ONE_ROW", 64)
+    x, kernel, k_axes, padded = ALONE[case]
+    x, kernel, dy = emulated.normal(3, x, kernel, x[: len(x) - k_axes] + kernel[k_axes:])
+    run = partial(dense, k_axes=k_axes, by_kernels=by_kernels)
+    assert ("pad[" in str(jax.make_jaxpr(run)(x, kernel))) == padded
+    y, vjp = jax.vjp(jax.jit(run), jnp.asarray(x), jnp.asarray(kernel))
+    rows, columns = x.ndim - k_axes, kernel.ndim - k_axes
+    dx = np.tensordot(dy, kernel, [range(-columns, 0), range(-columns, 0)])
+    dkernel = np.tensordot(x, dy, [range(rows), range(rows)])
+    testing.assert_close((y, *vjp(jnp.asarray(dy))), (np.tensordot(x, kernel, k_axes), dx, dkernel), F32)
 
 
 if jax.default_backend() == "gpu":  # elsewhere there is no handler that would mind

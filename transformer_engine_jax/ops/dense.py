@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.decisions import devices
+from transformer_engine_jax.decisions import devices, few
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.arrays import arrays
@@ -43,6 +44,10 @@ from transformer_engine_jax.sharding import (
     gathered_axis,
     tensor_parallel,
 )
+
+# Of one row and a kernel of up to 10 million numbers XLA stores each product of two, and then adds them up; of two rows
+# it does not, and makes one product of those that read one input, here one of queries, keys and values.
+LEAST_OF_ONE_ROW = 2**25
 
 
 class Dense(NamedTuple):
@@ -292,6 +297,17 @@ def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def _product(x, kernel, k_axes: int, dtype, sharding: NamedSharding | None) -> jax.Array:
+    """x[m.., k..] kernel[k.., n..] by XLA."""
+    rows = x.ndim - k_axes
+    alone = rows > 0 and few(1) and math.prod(x.shape[:rows]) == 1 and kernel.size < LEAST_OF_ONE_ROW
+    if alone:
+        x = jnp.pad(x, [(0, int(axis == rows - 1)) for axis in range(x.ndim)])
+    contract = tuple(range(rows, x.ndim)), tuple(range(k_axes))
+    y = jax.lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=dtype, out_sharding=sharding)
+    return jax.lax.slice_in_dim(y, 0, 1, axis=rows - 1) if alone else y
+
+
 def dense(
     x,
     kernel: jax.Array | Accumulating,
@@ -372,11 +388,8 @@ def _dense(
         kernel = collected(adds, kernel, main_grad)
     if quantizers is not None:
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
-    contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
     sharding = _product_sharding(x, kernel, k_axes)
-    y = jax.lax.dot_general(
-        x, kernel.astype(x.dtype), (contract, ((), ())), preferred_element_type=dtype, out_sharding=sharding
-    )
+    y = _product(x, kernel.astype(x.dtype), k_axes, dtype, sharding)
     if bias is not None:
         if sharding is not None:
             bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))

@@ -241,11 +241,13 @@ class NormSaved(NamedTuple):
     rstd: jax.Array  # f32[..]
 
 
-def norm_kernel(static: Norm, x, gamma, beta, scale, mean=None, rstd=None, **wanted) -> LayerNormFwd | RmsNormFwd:
-    """layernorm_fwd, or rmsnorm_fwd where beta is None."""
+def norm_kernel(
+    static: Norm, x, gamma, beta, scale, mean=None, rstd=None, *, tokens=None, **wanted
+) -> LayerNormFwd | RmsNormFwd:
+    """layernorm_fwd, or rmsnorm_fwd where beta is None; tokens: as of Kernel.of."""
     if beta is None:
-        return rmsnorm_fwd(x, gamma, scale, rstd, **static._asdict(), **wanted)
-    return layernorm_fwd(x, gamma, beta, scale, mean, rstd, **static._asdict(), **wanted)
+        return rmsnorm_fwd.of(tokens)(x, gamma, scale, rstd, **static._asdict(), **wanted)
+    return layernorm_fwd.of(tokens)(x, gamma, beta, scale, mean, rstd, **static._asdict(), **wanted)
 
 
 def statistics(out: LayerNormFwd | RmsNormFwd) -> tuple[jax.Array | None, jax.Array | None]:
@@ -274,7 +276,7 @@ class _Static(NamedTuple):
 
 
 def _forward(static: _Static, x, gamma, beta):
-    out = norm_kernel(static.norm, x, gamma, beta, None)
+    out = norm_kernel(static.norm, x, gamma, beta, None, tokens=math.prod(x.shape[:-1]))
     return (out.y, x if static.return_input else None), NormSaved(x, gamma, beta, *statistics(out))
 
 

@@ -12,23 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_engine_jax.decisions import devices, platform
+from transformer_engine_jax.decisions import devices, few, platform
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.order import all_at_once, in_scanned_layers
-
-# XLA's products of fewer are faster: of tokens as they are generated. But where a kernel has more than two axes, it
-# stores each product of two numbers, of a single token.
-LEAST_TOKENS = 64
 
 
 def computes(x, kernel, k_axes: int) -> bool:
     """Whether it computes these: 16 bits, on one GPU; over several, XLA hides collectives behind its own products."""
     fits = x.dtype in (jnp.bfloat16, jnp.float16) and x.size > 0 and kernel.size > 0
-    tokens = math.prod(x.shape[: x.ndim - k_axes])
-    # What is exported may have tokens that are known at run time only.
-    many = not isinstance(tokens, int) or tokens >= LEAST_TOKENS or kernel.ndim > k_axes + 1
-    return fits and many and platform() == "gpu" and devices() == 1
+    return fits and platform() == "gpu" and devices() == 1 and not few(math.prod(x.shape[: x.ndim - k_axes]))
 
 
 def _last(x, axes: int) -> jax.Array:

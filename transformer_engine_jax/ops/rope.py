@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -62,10 +63,9 @@ def _turns(positions, frequencies) -> tuple[jax.Array, jax.Array]:
     p = [(positions[..., None] - p_low).astype(jnp.float32), p_low.astype(jnp.float32)]
     upper = jax.lax.bitcast_convert_type(frequencies, jnp.uint32) & np.uint32(0xFFFFF000)
     f_high = jax.lax.bitcast_convert_type(upper, jnp.float32)
-    angles = [p_part * f_part for p_part in p for f_part in (f_high, frequencies - f_high)]
-    c, s = jnp.cos(angles[0]), jnp.sin(angles[0])
-    for angle in angles[1:]:
-        dc, ds = jnp.cos(angle), jnp.sin(angle)
+    angles = jnp.stack([p_part * f_part for p_part in p for f_part in (f_high, frequencies - f_high)])
+    (c, *others_c), (s, *others_s) = jnp.cos(angles), jnp.sin(angles)
+    for dc, ds in zip(others_c, others_s):
         c, s = c * dc - s * ds, s * dc + c * ds
     return c, s
 
@@ -164,7 +164,7 @@ def _rope_forward(rotation: Rotation, x, frequencies, positions):
     if x.ndim == 5:
         y = rope_rotate_qkv(x, frequencies, positions, **rotation._asdict())
     else:
-        y = rope_rotate(x, frequencies, positions, **rotation._asdict())
+        y = rope_rotate.of(math.prod(x.shape[:2]))(x, frequencies, positions, **rotation._asdict())
     return y, (y, frequencies, positions)
 
 

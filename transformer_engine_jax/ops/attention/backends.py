@@ -7,7 +7,7 @@ import math
 import warnings
 
 from transformer_engine_jax.decisions import compute_capabilities, platform
-from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, missing
+from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
 from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packs
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
@@ -120,6 +120,9 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     yield form in ("packed", "cache") and bias is not None, "cuDNN has no bias for packed sequences and caches"
     if form == "cache":
         yield size > MOST_HEAD_SIZE, f"over a cache, cuDNN needs head sizes up to {MOST_HEAD_SIZE}, not {size}"
+        yield not on_hopper(), "over a cache, cuDNN's attention was measured on Hopper alone"
+        split = Flash.of(options, query, key).repeats > 1
+        yield split, "over a cache, cuDNN is given whole groups of heads on a device"
         yield missing() != "", missing()
 
 

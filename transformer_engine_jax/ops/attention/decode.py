@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.decisions import platform
-from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
+from transformer_engine_jax.ops.attention.backends import attention_backend
 from transformer_engine_jax.ops.attention.op import check_broadcast, dot_product_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import Places, SequenceDescriptor, visible
@@ -44,10 +44,15 @@ class KVCache(NamedTuple):
         places = self.index + jnp.arange(key.shape[1], dtype=jnp.int32)
 
         def written(cached, new):
-            options, own = dict(mode="drop", indices_are_sorted=True, unique_indices=True), jax.typeof(new).sharding
+            own, length = jax.typeof(new).sharding, cached.shape[1]
             if own.mesh.explicit_axes and jax.typeof(cached).sharding.mesh.empty:  # nobody has put it there
                 cached = jax.sharding.reshard(cached, own.update(spec=P(own.spec[0], None, *own.spec[2:])))
-            return cached.at[:, places].set(sharded_as(new.astype(cached.dtype), cached), **options)
+            new = sharded_as(new.astype(cached.dtype), cached)
+            if new.shape[1] == 1:  # in one kernel, where a scatter takes three
+                old = jax.lax.dynamic_slice_in_dim(cached, self.index, 1, axis=1)
+                new = jnp.where(self.index < length, new, old)
+                return jax.lax.dynamic_update_slice_in_dim(cached, new, self.index, axis=1)
+            return cached.at[:, places].set(new, mode="drop", indices_are_sorted=True, unique_indices=True)
 
         return KVCache(written(self.key, key), written(self.value, value), self.index + key.shape[1])
 
@@ -71,13 +76,13 @@ def decode_attention(
     """
     options.check()
     q_len, k_len = query.shape[1], key.shape[1]
-    if mask is None and bias is None and dropout_key is None and _by_lengths(options, query, key, value):
-        context = dot_product_attention(
-            query, key, value,
-            options=options._replace(bottom_right=True), sequence_descriptor=_so_far(index, query, key),
-            softmax_offset=softmax_offset, quantizers=quantizers,
-        )  # fmt: skip
-        return _without_end(context, index, k_len)
+    whole = mask is None and bias is None and dropout_key is None
+    lengths = _as_lengths(options, index, query, key, value) if whole else None
+    if lengths is not None:
+        lengths |= dict(softmax_offset=softmax_offset, quantizers=quantizers)
+        if q_len == 1:  # before the product: XLA has rotated the query in the same kernel
+            return dot_product_attention(_without_end(query, index, k_len), key, value, **lengths)
+        return _without_end(dot_product_attention(query, key, value, **lengths), index, k_len)
     rows, tokens = index + jnp.arange(q_len, dtype=jnp.int32), jnp.arange(k_len, dtype=jnp.int32)
     mask, bias = (_rows_of(x, rows, k_len) for x in (mask, bias))
     mask = check_broadcast("mask", mask, query, key)
@@ -95,31 +100,31 @@ def decode_attention(
     return _without_end(context, index, k_len)
 
 
-def _by_lengths(options: Attention, query, key, value) -> bool:
-    """Whether lengths say what is seen, and cuDNN, where it is here, can be told so: it reads no more of the cache."""
+def _as_lengths(options: Attention, index, query, key, value) -> dict | None:
+    """Of dot_product_attention, where lengths say what is seen and cuDNN, on a GPU, can be told so: it reads no more of
+    the cache. None elsewhere."""
     plain = options.score_mod is None and options.softmax_type == "vanilla"
-    told = plain and (options.causal or options.reach == (-1, -1))
     q_len, k_len = query.shape[1], key.shape[1]
     known = isinstance(q_len, int) and isinstance(k_len, int)  # not of what is exported
-    if not (told and known and q_len < k_len):
-        return False
-    narrow = max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_SIZE
-    as_it_lies = Flash.of(options, query, key).repeats == 1
-    return platform() != "gpu" or (narrow and as_it_lies and on_hopper() and not missing())
+    if not (plain and (options.causal or options.reach == (-1, -1)) and known and q_len < k_len):
+        return None
+    options, sequences = options._replace(bottom_right=True), _so_far(index, query, key)
+    by_cudnn = attention_backend(options, query, key, value, sequence_descriptor=sequences)[0] == "cudnn"
+    return dict(options=options, sequence_descriptor=sequences) if by_cudnn or platform() != "gpu" else None
 
 
 def _so_far(index, query, key) -> SequenceDescriptor:
     """The tokens so far, and the queries among them; at least one, though past the end of the cache there are none."""
     (batch, q_len), k_len = query.shape[:2], key.shape[1]
-    counts = jnp.clip(k_len - index, 1, q_len), jnp.clip(index + q_len, 1, k_len)
-    lengths = tuple(jnp.broadcast_to(n, (batch,)) for n in counts)
+    counts = 1 if q_len == 1 else jnp.clip(k_len - index, 1, q_len), jnp.clip(index + q_len, 1, k_len)
+    lengths = tuple(jnp.full(batch, n, jnp.int32) for n in counts)
     return dataclasses.replace(SequenceDescriptor.from_seqlens(lengths), cached=True)
 
 
-def _without_end(context, index, k_len: int) -> jax.Array:
-    """context, NaN for queries past the end of the cache."""
-    rows = index + jnp.arange(context.shape[1], dtype=jnp.int32)
-    return jnp.where((rows < k_len)[None, :, None, None], context, jnp.nan)
+def _without_end(x, index, k_len: int) -> jax.Array:
+    """x [B, Q, ..], NaN for queries past the end of the cache."""
+    rows = index + jnp.arange(x.shape[1], dtype=jnp.int32)
+    return jnp.where((rows < k_len)[None, :, None, None], x, jnp.nan)
 
 
 def _rows_of(x, rows, k_len: int):
