@@ -121,7 +121,7 @@ class Kernel:
                 )
 
     def of(self, tokens) -> Callable:
-        """The kernel; of so few tokens that a GPU's time is that of launches it compiles its reference, which XLA fuses."""
+        """The kernel; of so few tokens that a GPU's time is that of launches, its reference, which XLA fuses."""
         return functools.partial(self._bind, bool(use_references.value) or few(tokens))
 
     def __call__(self, *operands, **attributes):
