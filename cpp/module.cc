@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
 #include "core/ffi.h"
 
 #ifdef TE_CUDA
@@ -19,11 +21,24 @@ NB_MODULE(TE_MODULE, m) {
         nb::dict all;
         for (const te::Registration& r : te::registrations()) {
           if (!all.contains(r.target)) all[r.target] = nb::dict();
-          nb::cast<nb::dict>(all[r.target])[r.stage] = nb::capsule(r.function);
+          auto stages = nb::cast<nb::dict>(all[r.target]);
+          if (stages.contains(r.stage)) throw std::runtime_error(std::string(r.target) + ": two handlers of this name");
+          stages[r.stage] = nb::capsule(r.function);
         }
         return all;
       },
       "FFI target -> stage -> capsule, for jax.ffi.register_ffi_target.");
+  m.def(
+      "signatures",
+      [] {
+        nb::dict all;
+        for (const te::Registration& r : te::registrations()) {
+          if (std::string(r.stage) != "execute") continue;
+          all[r.target] = nb::make_tuple(r.signature.operands, r.signature.results, r.signature.attributes);
+        }
+        return all;
+      },
+      "FFI target -> (operands, results, names of attributes) of its handler.");
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
 #ifdef TE_CUDA
   m.def("gemm_algorithm", &te::gemm_algorithm, nb::arg("buffers"), nb::arg("k_axes"), nb::arg("split_accumulator"),

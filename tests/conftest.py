@@ -22,10 +22,12 @@ import pytest  # noqa: E402
 # On GPUs JAX multiplies f32 in TF32 by default, and 10 bits are no reference.
 jax.config.update("jax_default_matmul_precision", "highest")
 
-from transformer_engine_jax import precision  # noqa: E402
+from transformer_engine_jax import decisions, precision  # noqa: E402
 
-# Most tests are of FP8 at sizes for which a GPU would not use it; tests/test_precision.py is of that choice.
+# Most tests are of FP8 at sizes for which a GPU would not use it; tests/test_precision.py is of that choice. Nor would it
+# use kernels for so few tokens; tests/flax/test_decode.py is of that.
 precision.platform = lambda: "cpu"
+decisions.FEW_TOKENS = 0
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -34,6 +34,7 @@ def quantized(x):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_of_few_tokens_a_gpu_compiles_the_reference(platform, tokens, few, monkeypatch):
     monkeypatch.setattr(decisions, "platform", lambda: platform)
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
     run = lambda x: rmsnorm_fwd.of(tokens)(x, G, None, epsilon=1e-6).y
     (call,) = [eqn.params["call"] for eqn in jax.make_jaxpr(run)(X).eqns if eqn.primitive is kernel_p]
     assert call.reference == (few and platform == "gpu")
@@ -51,20 +52,46 @@ def test_a_rule_that_does_not_fit_the_signature_is_refused():
             return x
 
 
-def test_aliases_of_an_unknown_result_are_refused():
-    with pytest.raises(TypeError, match=r"unknown buffers \['y'\]"):
+UNKNOWN = {
+    "aliases": (dict(aliases={"x": "y"}), r"unknown buffers \['y'\]"),
+    "reduce": (dict(reduce={"y": "max"}), r"unknown buffers \['y'\]"),
+    "whole": (dict(whole="K"), r"wrong: names that are not of .* {'whole': \['K'\]}"),
+    "units": (dict(units={"K": 16}), r"{'units': \['K'\]}"),
+    "platforms": (dict(platforms=("gpu",)), r"{'platforms': \['gpu'\]}"),
+    "optional": (dict(optional=("result",)), r"{'optional': \['result'\]}"),
+    "parts": (dict(parts={"x": "beta"}), r"{'parts': \['beta'\]}"),
+}
 
-        @kernel("... -> ...", aliases={"x": "y"})
+
+@pytest.mark.parametrize("option", UNKNOWN)
+def test_options_that_name_what_is_not_there_are_refused(option):
+    options, message = UNKNOWN[option]
+    with pytest.raises(TypeError, match=message):
+
+        @kernel("... k -> ... k", **options)
         def wrong(x, *, in_place=False) -> Any:
             return x
 
 
-def test_reduce_of_an_unknown_result_is_refused():
-    with pytest.raises(TypeError, match=r"unknown buffers \['y'\]"):
+def test_an_axis_of_two_sizes_is_refused():
+    add = kernel("... k, k -> ... k")(lambda x, y: x + y)
+    with testing.reference_kernels(), pytest.raises(ValueError, match=r"axis k of y is 1 long, and 64 elsewhere"):
+        add(X, G[:1])
+    with pytest.raises(ValueError, match=r"result: expected the axes \('k',\), got \[\]"):
+        kernel("k -> k")(lambda x: jnp.sum(x))(G)
 
-        @kernel("... -> ...", reduce={"y": "max"})
-        def wrong(x) -> Any:
+
+def test_a_declaration_that_its_handler_does_not_fit_is_refused():
+    with pytest.raises(
+        RuntimeError,
+        match=r"takes 2 operands, 1 results and the attributes \[\], its declaration gives 1, 1 and \['flag'\]",
+    ):
+
+        @kernel("... -> ...")
+        def dequantize(x, *, flag=False) -> Any:
             return x
+
+        jax.jit(dequantize)(X)
 
 
 def test_a_result_that_loses_an_axis_says_what_becomes_of_its_shards():
@@ -287,15 +314,6 @@ def test_wrong_numbers_of_buffers_and_attributes_raise():
             jax.block_until_ready(call(target, [((1,), jnp.float32)] * 9, X))
 
 
-def test_every_target_has_a_handler_on_every_platform():
-    names = "fwd", "bwd", "fp8_fwd", "qkv_fwd", "qkv_bwd", "packed_fwd", "packed_bwd", "blank"
-    of_cudnn = {f"te_attention_{name}" for name in names}  # else references
-    for platform, targets in HANDLERS.items():
-        on_gpus_alone = of_cudnn | {"te_transpose"}  # XLA's own will do on a CPU
-        assert set(targets) - on_gpus_alone == set(HANDLERS["cpu"]), platform
-        assert not set(targets) & of_cudnn or set(targets) >= of_cudnn, platform
-
-
 def test_empty_tensors():
     out = quantize(jnp.zeros((0, 16)), SCALE, dtype=E4M3, q_t=True, colsum=True)
     assert out.q.shape == (0, 16) and out.q_t.shape == (16, 0)
@@ -335,7 +353,10 @@ def test_without_jit():
     testing.assert_close(gradient, jax.grad(lambda x: jnp.sum(jnp.sin(te.rmsnorm(x, G))))(X), 1e-6)
 
 
-def test_where_ranks_must_agree():
+@pytest.mark.parametrize("few", [False, True])
+def test_where_ranks_must_agree(few, monkeypatch):
+    monkeypatch.setattr(decisions, "platform", lambda: "gpu" if few else "cpu")
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
     with jax.numpy_rank_promotion("raise"):
         te.layernorm(X[:3, :3], G, G)
         te.dense(X[:3, :3], jnp.ones((64, 16)), jnp.ones(16))

@@ -35,6 +35,11 @@ def test_all_blocks_are_run_or_plain_text():
     assert all(page.count("```") == 2 * len(BLOCKS[name]) for name, page in PAGES.items())
 
 
+@pytest.mark.parametrize("name", te.__all__)
+def test_every_public_name_is_on_a_page(name):
+    assert any(re.search(rf"\bte\.{name}\b", page) or name in ("recipe", "policies") for page in PAGES.values())
+
+
 @pytest.mark.parametrize("name, code", CODE)
 def test_block(name, code):
     exec(compile(code, name, "exec"), {"__name__": "page"})
@@ -196,7 +201,6 @@ NVIDIA_FIELDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("module", NVIDIA_FIELDS)
 def defaults_of(module: str) -> dict:
     return {field.name: field.default for field in dataclasses.fields(getattr(te_flax, module))}
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import transformer_engine_jax as te
 import transformer_engine_jax.common.recipe
 from transformer_engine_jax import recipe
 from transformer_engine_jax.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams
@@ -16,6 +17,29 @@ def test_defaults():
     assert (r.margin, r.fp8_format, r.amax_history_len, r.amax_compute_algo) == (0, Format.HYBRID, 16, "max")
     assert r.forward_dtype == jnp.float8_e4m3fn and r.backward_dtype == jnp.float8_e5m2
     assert Format.E4M3.value.backward == jnp.float8_e4m3fn and Format.E5M2.value.forward == jnp.float8_e5m2
+
+
+@dataclasses.dataclass(frozen=True)
+class OfOnesOwn(recipe.Recipe):
+    """The fields that Recipe names, and no more."""
+
+    stateful = False
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    fp8_gemms: str = "auto"
+    fp8_gemm_fprop: MMParams = Float8CurrentScaling.fp8_gemm_fprop
+    fp8_gemm_dgrad: MMParams = Float8CurrentScaling.fp8_gemm_fprop
+    fp8_gemm_wgrad: MMParams = Float8CurrentScaling.fp8_gemm_fprop
+
+
+def test_a_recipe_of_ones_own():
+    x, kernel = jnp.linspace(-2.0, 3.0, 64).reshape(4, 16), jnp.linspace(-1.0, 1.0, 128).reshape(16, 8)
+    runs = [
+        te.dense(x, kernel, quantizers=te.gemm_quantizers(recipe=each))
+        for each in (OfOnesOwn(), Float8CurrentScaling())
+    ]
+    np.testing.assert_array_equal(*runs)
 
 
 @pytest.mark.parametrize("make", [DelayedScaling, Float8CurrentScaling])

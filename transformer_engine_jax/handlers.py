@@ -31,9 +31,10 @@ def _check_version(module: str, built: tuple[int, int]) -> None:
         )
 
 
-def _register_handlers() -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Registers the compiled modules' handlers with XLA: (those, by platform and target; why CUDA's are not there)."""
-    found, cuda_import_error = {}, None
+def _register_handlers() -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], str | None]:
+    """Registers the compiled modules' handlers with XLA: (those, by platform and target; likewise how many operands and
+    results each takes, and which attributes; why CUDA's are not there)."""
+    found, signatures, cuda_import_error = {}, {}, None
     for platform, module in (("cpu", "_cpu"), ("CUDA", "_cuda")):
         try:
             extension = importlib.import_module(f"transformer_engine_jax.{module}")
@@ -44,14 +45,17 @@ def _register_handlers() -> tuple[dict[str, dict[str, Any]], str | None]:
             cuda_import_error = str(error)
             continue
         _check_version(module, tuple(extension.ffi_version))
+        if not hasattr(extension, "signatures"):
+            raise ImportError(f"transformer_engine_jax.{module} was built of older sources; {_BUILD_HINT}")
         found[platform] = extension.registrations()
+        signatures[platform] = extension.signatures()
         for target, stages in found[platform].items():
             handler = stages["execute"] if set(stages) == {"execute"} else stages
             jax.ffi.register_ffi_target(target, handler, platform=platform)
-    return found, cuda_import_error
+    return found, signatures, cuda_import_error
 
 
-HANDLERS, CUDA_IMPORT_ERROR = _register_handlers()
+HANDLERS, SIGNATURES, CUDA_IMPORT_ERROR = _register_handlers()
 
 
 def gemm_algorithm(buffers: list[int], k_axes: int, split_accumulator: bool, k_first: str) -> str:

@@ -108,6 +108,16 @@ class Kernel:
             raise TypeError(
                 f"{self.name}: reduce/once/parts/by_shard/aliases/optional name unknown buffers {sorted(unknown)}"
             )
+        letters = {t[0] for tokens in (*self.operands, *self.results) for t in tokens}
+        unknown = {
+            "whole": set() if callable(whole) else {*whole} - letters - {" "},
+            "units": self.units.keys() - letters,
+            "platforms": self.platforms - {"cpu", "cuda"},
+            "optional": self.optional - self.attribute_defaults.keys(),
+            "parts": {*self.parts.values()} - self.attribute_defaults.keys(),
+        }
+        if found := {option: sorted(names) for option, names in unknown.items() if names}:
+            raise TypeError(f"{self.name}: names that are not of the rule `{self.rule}` or its attributes: {found}")
         if not callable(whole):  # else it is known with a call's attributes
             self._check_lost_axes(whole)
 
@@ -193,7 +203,7 @@ class Call(NamedTuple):
                 raise ValueError(f"{kernel.name}: {name}: expected 0 or more, got {value}")
         name_axes(kernel, attributes, [None if x is None else len(x.shape) for x in self.fill(present)], ())
         try:
-            self.axes(present)
+            self._check_sizes(present)
         except (TypeError, ValueError) as error:
             if str(error).startswith(f"{kernel.name}:"):
                 raise
@@ -203,6 +213,19 @@ class Call(NamedTuple):
             raise ValueError(
                 f"{kernel.name}: expected operands that fit together, got {', '.join(given)}: {error}"
             ) from error
+
+    def _check_sizes(self, present: Sequence[Any]) -> None:
+        """ValueError where an axis has two sizes, or a result another rank than the rule says."""
+        kernel, axes, sizes = self.kernel, self.axes(present), {}
+        buffers = zip(kernel.operand_names, axes.operands, self.fill(present))
+        for name, axis_names, x in (*buffers, *zip(kernel.result_names, axes.results, self.result_shapes(present))):
+            if axis_names is None:
+                continue
+            if len(axis_names) != len(x.shape):
+                raise ValueError(f"{kernel.name}: {name}: expected the axes {axis_names}, got {list(x.shape)}")
+            for axis, size in zip(axis_names, x.shape):
+                if sizes.setdefault(axis, size) is not size and sizes[axis] != size:
+                    raise ValueError(f"the axis {axis} of {name} is {size} long, and {sizes[axis]} elsewhere")
 
     @property
     def whole_letters(self) -> str:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformer_engine_jax import partition
 from transformer_engine_jax.alignment import align, explicit_meshes
 from transformer_engine_jax.decisions import compute_capabilities
-from transformer_engine_jax.handlers import CUDA_IMPORT_ERROR, HANDLERS
+from transformer_engine_jax.handlers import CUDA_IMPORT_ERROR, HANDLERS, SIGNATURES
 from transformer_engine_jax.rules import is_group
 from transformer_engine_jax.sharding import sharded_over
 
@@ -103,6 +103,13 @@ def _ffi_call(call: Call, platform: str, *present) -> tuple:
             f"{call.kernel.name}: expected {target} among the handlers for {registered}, got none: build the modules "
             f"again, as a new kernel's C++ wants it, or declare the kernel without {platform!r} among its platforms"
         )
+    *expected, names = SIGNATURES.get(registered, {}).get(target, (len(operands), len(results), list(attributes)))
+    if (expected, {*names}) != ([len(operands), len(results)], {*attributes}):
+        raise RuntimeError(
+            f"{call.kernel.name}: its handler for {registered} takes {expected[0]} operands, {expected[1]} results and "
+            f"the attributes {sorted(names)}, its declaration gives {len(operands)}, {len(results)} and "
+            f"{sorted(attributes)}: one of the two lacks some, or the modules were built before"
+        )
     run = jax.ffi.ffi_call(target, results, input_output_aliases=aliases, input_layouts=layouts)
     out = run(*operands, **attributes)
     return tuple(o for o, s in zip(out, shapes) if s is not None)
@@ -164,7 +171,8 @@ kernel_p.def_abstract_eval(_abstract_eval)
 
 def _run(platform: str, call: Call, *present) -> tuple:
     if call.reference or platform not in call.kernel.platforms:
-        return tuple(r for r in call.run_reference(*present) if r is not None)
+        with jax.numpy_rank_promotion("allow"):  # whatever the user's own code is held to
+            return tuple(r for r in call.run_reference(*present) if r is not None)
     return _ffi_call(call, platform, *present)
 
 

@@ -76,7 +76,11 @@ def _hashable(value) -> bool:
 
 
 class Recipe:
-    """What the ops ask of every recipe: formats, accumulation, and whether scales come from a history."""
+    """What the ops ask of every recipe: formats, accumulation, and how scales are computed.
+
+    One of your own subclasses this where scales follow the data at hand (stateful = False), and DelayedScaling where
+    they follow a history.
+    """
 
     stateful: ClassVar[bool]
     fp8_format: Format
@@ -86,6 +90,8 @@ class Recipe:
     fp8_gemm_fprop: MMParams
     fp8_gemm_dgrad: MMParams
     fp8_gemm_wgrad: MMParams
+    amax_epsilon = 0.0
+    use_power_2_scales = False
 
     def _check_common(self) -> None:
         for field in dataclasses.fields(self):

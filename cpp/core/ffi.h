@@ -21,11 +21,34 @@ using DType = ffi::DataType;
 using In = ffi::AnyBuffer;                // an operand; an absent one is f32[0]
 using Out = ffi::Result<ffi::AnyBuffer>;  // a result; likewise
 
+// The names of what a parameter of a handler is decoded from: of a struct those that TE_ATTRIBUTES says.
+template <typename T>
+inline std::vector<std::string> attribute_names() {
+  return {};
+}
+
+// What a handler takes: operands, results, attributes.
+struct Signature {
+  int operands = 0, results = 0;
+  std::vector<std::string> attributes;
+
+  template <typename... P>
+  static Signature of(ffi::Error (*)(P...)) {
+    Signature s{(0 + ... + std::is_same_v<P, In>), (0 + ... + std::is_same_v<P, Out>), {}};
+    const auto add = [&](const std::vector<std::string>& names) {
+      s.attributes.insert(s.attributes.end(), names.begin(), names.end());
+    };
+    (add(attribute_names<P>()), ...);
+    return s;
+  }
+};
+
 // One handler of this extension module, as module.cc hands it to Python.
 struct Registration {
   const char* target;  // FFI target name, the same on every platform
   const char* stage;   // "execute", "initialize" or "instantiate"
   void* function;
+  Signature signature;
 };
 
 inline std::vector<Registration>& registrations() {
@@ -34,8 +57,8 @@ inline std::vector<Registration>& registrations() {
 }
 
 struct Registrar {
-  Registrar(const char* target, const char* stage, void* function) {
-    registrations().push_back({target, stage, function});
+  Registrar(const char* target, const char* stage, void* function, Signature signature = {}) {
+    registrations().push_back({target, stage, function, std::move(signature)});
   }
 };
 
@@ -122,12 +145,13 @@ struct CtxBinding<ThreadPool> {
 }  // namespace xla::ffi
 
 // TE_HANDLER(quantize, Quantize): binds te::Quantize by its signature and registers it as te_quantize.
-#define TE_HANDLER(name, function)                                                                \
-  static XLA_FFI_Error* name##_execute(XLA_FFI_CallFrame* frame) {                                \
-    static auto* handler = ::xla::ffi::Ffi::BindTo(&::te::function, TE_HANDLER_TRAITS).release(); \
-    return handler->Call(frame);                                                                  \
-  }                                                                                               \
-  static const ::te::Registrar name##_registrar("te_" #name, "execute", reinterpret_cast<void*>(&name##_execute));
+#define TE_HANDLER(name, function)                                                                                \
+  static XLA_FFI_Error* name##_execute(XLA_FFI_CallFrame* frame) {                                                \
+    static auto* handler = ::xla::ffi::Ffi::BindTo(&::te::function, TE_HANDLER_TRAITS).release();                 \
+    return handler->Call(frame);                                                                                  \
+  }                                                                                                               \
+  static const ::te::Registrar name##_registrar("te_" #name, "execute", reinterpret_cast<void*>(&name##_execute), \
+                                                ::te::Signature::of(&::te::function));
 
 // TE_INSTANTIATOR(gemm, GemmPrepare): likewise, what runs when a program is compiled: the function is that of operands,
 // results and attributes of an initializer, called on what the attribute `buffers` says of them.
@@ -157,4 +181,10 @@ struct CtxBinding<ThreadPool> {
 // TE_ATTRIBUTES(te::QuantizeAttributes, TE_ATTRIBUTE(int64_t, k_axes)): the static attributes of a handler,
 // in the order of the struct's members.
 #define TE_ATTRIBUTE(type, name) ::xla::ffi::StructMember<type>(#name)
-#define TE_ATTRIBUTES(type, ...) XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(type, __VA_ARGS__)
+#define TE_ATTRIBUTES(type, ...)                                                                  \
+  template <>                                                                                     \
+  inline std::vector<std::string> te::attribute_names<type>() {                                   \
+    return std::apply([](auto... m) { return std::vector<std::string>{std::string(m.name)...}; }, \
+                      std::make_tuple(__VA_ARGS__));                                              \
+  }                                                                                               \
+  XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(type, __VA_ARGS__)

@@ -29,12 +29,11 @@ struct AnyCurve {
   template <typename F>
   __device__ __forceinline__ void with(F&& f) const {
     switch (curve) {
-      case Curve::kGelu: return f(Gelu{});
-      case Curve::kSilu: return f(Silu{});
-      case Curve::kRelu: return f(Relu{});
-      case Curve::kQuickGelu: return f(QuickGelu{});
-      case Curve::kSquaredRelu: return f(SquaredRelu{});
-      default: return f(Sigmoid{});
+#define TE_CURVE(name, type) \
+  case Curve::k##type: return f(type{});
+      TE_CURVES(TE_CURVE)
+#undef TE_CURVE
+      case Curve::kClampedSilu: return;  // has kernels of its own, see with_variant
     }
   }
 };

@@ -141,7 +141,18 @@ struct ClampedSilu {
 
 // ---- Names
 
-enum class Curve { kGelu, kSilu, kRelu, kQuickGelu, kSquaredRelu, kSigmoid, kClampedSilu };
+// Every curve without parameters: its name and its type, of which all else here is made.
+#define TE_CURVES(CURVE)           \
+  CURVE(gelu, Gelu)                \
+  CURVE(silu, Silu)                \
+  CURVE(relu, Relu)                \
+  CURVE(quick_gelu, QuickGelu)     \
+  CURVE(squared_relu, SquaredRelu) \
+  CURVE(sigmoid, Sigmoid)
+
+#define TE_CURVE(name, type) k##type,
+enum class Curve { TE_CURVES(TE_CURVE) kClampedSilu };
+#undef TE_CURVE
 
 struct ActivationAttributes : Scaling {
   std::string_view activation;
@@ -162,12 +173,9 @@ inline std::optional<Activation> parse_activation(std::string_view name) {
   constexpr struct {
     std::string_view name;
     Curve curve;
-  } kCurves[] = {{"gelu", Curve::kGelu},
-                 {"silu", Curve::kSilu},
-                 {"relu", Curve::kRelu},
-                 {"quick_gelu", Curve::kQuickGelu},
-                 {"squared_relu", Curve::kSquaredRelu},
-                 {"sigmoid", Curve::kSigmoid}};
+#define TE_CURVE(name, type) {#name, Curve::k##type},
+  } kCurves[] = {TE_CURVES(TE_CURVE)};
+#undef TE_CURVE
   const bool gated = name.size() > kSuffix.size() && name.substr(name.size() - kSuffix.size()) == kSuffix;
   if (gated) name.remove_suffix(kSuffix.size());
   for (const auto& known : kCurves) {
@@ -184,12 +192,10 @@ inline ClampedSilu clamped_silu(const ActivationAttributes& attributes) {
 template <typename F>
 ffi::Error with_curve(Curve curve, const ActivationAttributes& attributes, F&& f) {
   switch (curve) {
-    case Curve::kGelu: return f(Gelu{});
-    case Curve::kSilu: return f(Silu{});
-    case Curve::kRelu: return f(Relu{});
-    case Curve::kQuickGelu: return f(QuickGelu{});
-    case Curve::kSquaredRelu: return f(SquaredRelu{});
-    case Curve::kSigmoid: return f(Sigmoid{});
+#define TE_CURVE(name, type) \
+  case Curve::k##type: return f(type{});
+    TE_CURVES(TE_CURVE)
+#undef TE_CURVE
     case Curve::kClampedSilu: return f(clamped_silu(attributes));
   }
   return ffi::Error::InvalidArgument("unknown activation");
@@ -204,8 +210,9 @@ inline Check check_activation_input(const char* op, const In& z, const In& bias,
   const std::string_view name = attributes.activation;
   const std::optional<Activation> activation = parse_activation(name);
   check.that(activation.has_value(), "activation",
-             "gelu, silu, relu, quick_gelu, squared_relu, sigmoid, one of these with _linear, or "
-             "clamped_silu_clamped_linear",
+#define TE_CURVE(name, type) #name ", "
+             TE_CURVES(TE_CURVE) "one of these with _linear, or clamped_silu_clamped_linear",
+#undef TE_CURVE
              name);
   if (activation.has_value() && activation->curve == Curve::kClampedSilu) {
     const auto positive = [](float x) { return x > 0.f && std::isfinite(x); };

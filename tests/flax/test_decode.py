@@ -191,6 +191,7 @@ def tokens(request, monkeypatch):
     """Where tokens are few, XLA computes what kernels do elsewhere, as on a GPU."""
     if request.param != "here":
         monkeypatch.setattr(decisions, "platform", lambda: "gpu")
+        monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
 
 
 @pytest.mark.parametrize("fields", [{}, dict(num_gqa_groups=2, layernorm_type="rmsnorm", use_bias=True)], ids=str)

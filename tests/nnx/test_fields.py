@@ -43,7 +43,7 @@ def arguments(name: str, fields: dict) -> tuple[tuple, dict]:
     """What a module with these fields is called with."""
     args, call = linen.arguments(name, fields)
     wide = jnp.zeros((B, S, WIDTH))
-    args = (wide,) if WIDTH in (fields.get("in_features"), fields.get("num_features")) else args
+    args = tuple(wide for _ in args) if WIDTH in (fields.get("in_features"), fields.get("num_features")) else args
     call |= {"inputs_kv": wide} if "in_kv_features" in fields else {}
     return args, call | ({"encoded": wide} if "encoded_size" in fields else {})
 

@@ -1,5 +1,6 @@
 """Activations against their textbook formulas in f64, handlers and references alike."""
 
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,14 @@ from stored import (
 )
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.activation import Clamp, activation, activation_bwd, activation_fwd, fused_activation
+from transformer_engine_jax.ops.activation import (
+    CURVES,
+    Clamp,
+    activation,
+    activation_bwd,
+    activation_fwd,
+    fused_activation,
+)
 from transformer_engine_jax.testing import check_kernel, check_op, epsilon
 
 NAMES = [name + suffix for name in EXACT for suffix in ("", "_linear")] + [CLAMPED]
@@ -37,6 +45,10 @@ each_case = pytest.mark.parametrize("implementation, name, shape, dtype", CASES,
 
 # A slope s (1 - s) near s = 1 magnifies the last bit of s, and CUDA's logistic has two of those to lose.
 DBIAS = (16 if testing.platforms() == ["cpu"] else 64) * EPS
+
+
+def test_every_curve_is_tried():
+    assert EXACT.keys() == PLAIN.keys() == CURVES.keys() <= emulated.PLAIN.keys()
 
 
 def bias_of(name, n, dtype=jnp.float32):

@@ -22,7 +22,6 @@ BOUND = {"bfloat16": 1e-2, "float16": 2e-3}
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """The choice that one GPU makes, of many tokens."""
-    monkeypatch.setattr(decisions, "FEW_TOKENS", 1)
     for each in (module, decisions):
         monkeypatch.setattr(each, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)

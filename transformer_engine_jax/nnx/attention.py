@@ -95,7 +95,6 @@ class MultiHeadAttention(Fp8Module):
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, kernel_init, bias_init, rngs):
-        self.freeze_fields()
         check_positive(self, "head_dim", "num_attention_heads", "num_gqa_groups")
         self.cached_key = self.cached_value = self.cache_index = nnx.data(None)
         inits, is_self = dict(bias_init=bias_init, rngs=rngs), self.in_kv_features is None

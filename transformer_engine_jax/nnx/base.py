@@ -33,10 +33,35 @@ SUFFIX = "_main_grad"  # of the attribute beside a kernel, see te_nnx.main_grads
 
 
 def module(cls: type) -> type:
-    """A module as a dataclass whose fields become attributes; compared and shown as NNX does. Calls bear its name."""
+    """A module as a dataclass whose fields become attributes; compared and shown as NNX does. Calls bear its name, and
+    fields are checked before its own __post_init__."""
     if "__call__" in vars(cls):
         cls.__call__ = _under_its_name(cls.__call__)
+    if "__post_init__" in vars(cls):
+        cls.__post_init__ = _with_checked_fields(cls.__post_init__)
     return dataclasses.dataclass(eq=False, repr=False)(cls)
+
+
+def _with_checked_fields(post_init: Callable) -> Callable:
+    @wraps(post_init)
+    def run(self, *args):
+        _check_and_freeze_fields(self)
+        post_init(self, *args)
+
+    return run
+
+
+def _check_and_freeze_fields(module: nnx.Module) -> None:
+    """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See respell too."""
+    respell(module)
+    check_dtypes(module)
+    check_common(module)
+    for field in dataclasses.fields(module):
+        value = getattr(module, field.name)
+        if isinstance(value, list):
+            setattr(module, field.name, tuple(value))
+        elif isinstance(value, dict):
+            setattr(module, field.name, flax.core.freeze(value))
 
 
 def _under_its_name(call: Callable) -> Callable:
@@ -62,18 +87,6 @@ class helper:
 
 class Fp8Module(nnx.Module):
     """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8State."""
-
-    def freeze_fields(self) -> None:
-        """Lists to tuples and dicts to FrozenDicts: static attributes are part of a cache key. See respell too."""
-        respell(self)
-        check_dtypes(self)
-        check_common(self)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, list):
-                setattr(self, field.name, tuple(value))
-            elif isinstance(value, dict):
-                setattr(self, field.name, flax.core.freeze(value))
 
     def make_param(
         self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype, rngs: nnx.Rngs

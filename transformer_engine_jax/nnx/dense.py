@@ -51,7 +51,6 @@ class _Dense(Fp8Module):
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, kernel_init, bias_init, rngs):
-        self.freeze_fields()
         name = type(self).__name__
         inputs, features = sizes_of(self, "in_features"), sizes_of(self, "features")
         if len(canonical_tuple(self.axis)) != len(inputs):

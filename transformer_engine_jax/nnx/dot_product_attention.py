@@ -48,7 +48,6 @@ class DotProductAttention(Fp8Module):
     rngs: InitVar[nnx.Rngs | None] = None
 
     def __post_init__(self, rngs):
-        self.freeze_fields()
         self.dropout = make_dropout(self.attention_dropout, (), self.dropout_rng_name, rngs)
         self.softmax_offset = nnx.data(None)
         if self.softmax_type == "learnable":  # starts at zero, so any stream does

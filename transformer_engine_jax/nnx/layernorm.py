@@ -37,7 +37,6 @@ class LayerNorm(Fp8Module):
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, scale_init, bias_init, rngs):
-        self.freeze_fields()
         self.make_norm_params(self.num_features, scale_init, bias_init, self.bias_axes, self.dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

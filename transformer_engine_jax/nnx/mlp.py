@@ -73,7 +73,6 @@ class LayerNormMLP(Fp8Module):
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, scale_init, ln_bias_init, kernel_init, bias_init, rngs):
-        self.freeze_fields()
         self._check()
         self.activations = canonical_tuple(self.activations)
         fused_activation(self.activations, self.activation_params)  # raises where one is unknown, or none given

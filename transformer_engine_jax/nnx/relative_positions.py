@@ -31,7 +31,6 @@ class RelativePositionBiases(Fp8Module):
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, embedding_init, rngs):
-        self.freeze_fields()
         check_positive(self, *SIZES)
         shape = (self.num_attention_heads, self.num_buckets)
         self.make_param("rel_embedding", embedding_init, self.embedding_axes, shape, self.dtype, rngs)

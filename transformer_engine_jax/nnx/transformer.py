@@ -100,7 +100,6 @@ class TransformerLayer(Fp8Module):
     rngs: InitVar[nnx.Rngs]
 
     def __post_init__(self, mha_kernel_init, mlp_kernel_init, bias_init, output_layernorm, rngs):
-        self.freeze_fields()
         check_fields(self)
         check_bool(self, "output_layernorm", output_layernorm)
         inits = dict(kernel_init=mha_kernel_init, bias_init=bias_init, rngs=rngs)
