@@ -7,12 +7,14 @@ is too small for the last bit of the sum so far is cut off, so that long sums of
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import gemm
+from benchmarks.command import OFF, Columns
 from benchmarks.compare import off
 from transformer_engine_jax.ops.gemm import gemm as product
 from transformer_engine_jax.ops.quantize import E4M3, E5M2, fp8_max, max_abs, quantize
@@ -35,13 +37,18 @@ DATA = {
 }
 
 
-def run(lengths: list[int], size: int) -> Iterator[dict]:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="of the sums")
+    command.add_argument("--size", type=int, default=SIZE, help="rows and columns of the result")
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each length, data and accumulation, of an E4M3 and an E5M2 operand as in a weight's gradient."""
-    for k in lengths:
+    for k in args.lengths:
         for data, draw in DATA.items():
             operands, scales = [], []
             for i, dtype in enumerate((E4M3, E5M2)):
-                x = draw[i](jax.random.key(i), (size, k)).astype(jnp.bfloat16)
+                x = draw[i](jax.random.key(i), (args.size, k)).astype(jnp.bfloat16)
                 scale = fp8_max(dtype) / max_abs(x)
                 operands.append(quantize(x, scale, dtype=dtype).q)
                 scales.append(1 / scale)
@@ -49,9 +56,19 @@ def run(lengths: list[int], size: int) -> Iterator[dict]:
             for name, split in (("split", True), ("fast", False)):
                 got = product(*operands, *scales, None, None, None, dtype=jnp.float32, split_accumulator=split).d
                 lost = jnp.mean((exact - got) * jnp.sign(exact)) / jnp.mean(jnp.abs(exact))
-                row = {"k": k, "size": size, "data": data, "contender": name}
+                row = {"k": k, "size": args.size, "data": data, "contender": name}
                 yield row | {"off": off(got, exact), "lost": float(lost)}
 
 
 def line(row: dict) -> str:
     return f"k {row['k']:>6}  {row['data']:<32} {row['contender']:<6} off {row['off']:.1e}  lost {row['lost']:+.1e}"
+
+
+TITLE = "Accumulation of FP8 products, against f32"
+COLUMNS: Columns = {
+    "length": lambda r: str(r["k"]),
+    "data": lambda r: r["data"],
+    "accumulation": lambda r: r["contender"],
+    **OFF,
+    "lost": lambda r: f"{r['lost']:.1%}",
+}

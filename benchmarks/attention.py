@@ -5,6 +5,7 @@ How far a result is off is said of the output or gradient that is furthest off f
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import transformer_engine_jax as te
+from benchmarks.command import OFF, RATE, Columns, add_contenders, add_timing, chosen, timing
 from benchmarks.compare import leaf_most_off, within
 from benchmarks.peers import same_document, segment_ids
 from benchmarks.shapes import SHAPES, Shape
@@ -150,9 +152,15 @@ def errors(shape: Shape, passes: str, against: Iterable[str]) -> dict[str, float
     return found
 
 
-def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_contenders(command)
+    add_timing(command)
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each config, pass and contender."""
-    for config in configs:
+    against = chosen(args.against or CONTENDERS, CONTENDERS)
+    for config in args.config:
         shape = SHAPES[config]
         query, key, value, _ = jax.eval_shape(lambda: _operands(shape))
         sequences = _described(shape)
@@ -162,7 +170,7 @@ def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
         backends = {"te": choice(), "te-fp8": choice(fp8=True), "te-mask": choice(), "te-sinks": choice(sinks=query)}
         for passes, (_, factor) in PASSES.items():
             ready, failed = programs(shape, passes, against)
-            times = interleaved(ready, **timing)
+            times = interleaved(ready, **timing(args))
             ready.clear()  # its memory goes to what is compared
             far = errors(shape, passes, times)
             for name in against:
@@ -186,3 +194,13 @@ def line(row: dict) -> str:
         f"{what} {row['ms']:9.4f} ms  +-{row['spread']:.1%}  {row['tflop_per_s']:7.1f} TFLOP/s  "
         f"{row['of_best']:.2f} of the best  off {row['off']:.1e}"
     )
+
+
+TITLE = "Causal attention"
+COLUMNS: Columns = {
+    "config": lambda r: r["config"],
+    "pass": lambda r: r["pass"],
+    "by": lambda r: f"{r['contender']} ({r['backend']})" if "backend" in r else r["contender"],
+    **RATE,
+    **OFF,
+}

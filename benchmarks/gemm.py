@@ -6,12 +6,14 @@ far a result is off is said of the operands as they are, quantized: by rounding 
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.command import OFF, RATE, Columns, add_contenders, add_timing, chosen, timing
 from benchmarks.compare import off, within
 from benchmarks.shapes import SHAPES, Product, products
 from benchmarks.timing import Repeated, interleaved, operand_sets, without_failures
@@ -98,12 +100,18 @@ def programs(product: Product, against: list[str]) -> tuple[dict[str, Repeated],
     return without_failures(makers, peer=lambda name: name.endswith("-xla"))
 
 
-def run(configs: list[str], against: list[str], **timing) -> Iterator[dict]:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_contenders(command)
+    add_timing(command)
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each product of each config and each contender."""
-    for config in configs:
+    against = chosen(args.against or CONTENDERS, CONTENDERS)
+    for config in args.config:
         for product in products(SHAPES[config]):
             ready, failed = programs(product, against)
-            times = interleaved(ready, **timing)
+            times = interleaved(ready, **timing(args))
             ready.clear()  # its memory goes to what is compared
             far = errors(product, times)
             best = {}
@@ -133,3 +141,14 @@ def line(row: dict) -> str:
         f"{what} {row['ms']:9.4f} ms  +-{row['spread']:.1%}  {row['tflop_per_s']:7.1f} TFLOP/s  "
         f"{row['of_best']:.2f} of the best in {precision(row['contender'])}  off {row['off']:.1e}"
     )
+
+
+TITLE = "Matrix products"
+COLUMNS: Columns = {
+    "config": lambda r: r["config"],
+    "product": lambda r: r["product"],
+    "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
+    "by": lambda r: r["contender"],
+    **RATE,
+    **OFF,
+}

@@ -7,11 +7,13 @@ that is wrong is no result.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.command import OFF, Columns, add_timing, timing
 from benchmarks.compare import leaf_most_off, within
 from benchmarks.timing import Copies, Repeated, interleaved, operand_sets
 from transformer_engine_jax.kernel import use_references
@@ -172,19 +174,28 @@ def copying(rows: int, hidden: int) -> tuple[Copies, int]:
     return Copies([x for (x,) in operand_sets(operands, size, most=4)]), size
 
 
-def run(hidden: list[int], rows: int, only: str, *, time: bool = True, **timing) -> Iterator[dict]:
-    """A row for each hidden size and kernel whose name holds `only`; each takes turns with the copy."""
-    copied, copy_size = copying(rows, max(*hidden, *HIDDEN)) if time else (None, 0)
-    for size in hidden:
-        for name, call, shapes in cases(rows, size):
-            if only not in name:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--hidden", type=int, nargs="+", default=list(HIDDEN))
+    add("--rows", type=int, default=16384)
+    add("--only", default="", metavar="TEXT", help="kernels whose name holds TEXT")
+    add("--no-time", action="store_true", help="only compare with the references, for compute-sanitizer")
+    add_timing(command)
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
+    """A row for each hidden size and kernel whose name holds `--only`; each takes turns with the copy."""
+    copied, copy_size = (None, 0) if args.no_time else copying(args.rows, max(*args.hidden, *HIDDEN))
+    for size in args.hidden:
+        for name, call, shapes in cases(args.rows, size):
+            if args.only not in name:
                 continue
             operands = random_operands(shapes)
-            row = {"kernel": name, "rows": rows, "hidden": size}
-            row["off"] = within(MOST_OFF, errors(call, operands), f"{name} at {rows} x {size}")
-            if time:
+            row = {"kernel": name, "rows": args.rows, "hidden": size}
+            row["off"] = within(MOST_OFF, errors(call, operands), f"{name} at {args.rows} x {size}")
+            if not args.no_time:
                 repeated, moved = program(call, operands)
-                times = interleaved({"kernel": repeated, "copy": copied}, **timing)
+                times = interleaved({"kernel": repeated, "copy": copied}, **timing(args))
                 (ms, spread), (copy_ms, _) = times["kernel"], times["copy"]
                 row |= {
                     "ms": ms,
@@ -203,3 +214,13 @@ def line(row: dict) -> str:
         return what
     time = f"{row['ms'] * 1e3:9.1f} us  +-{row['spread']:.1%}"
     return f"{what} {time:<20} {row['tb_per_s']:6.3f} TB/s  {row['of_copy']:.2f} of a copy's"
+
+
+TITLE = "Memory-bound kernels"
+COLUMNS: Columns = {
+    "kernel": lambda r: r["kernel"],
+    "size": lambda r: f"{r['rows']} x {r['hidden']}",
+    "TB/s": lambda r: f"{r['tb_per_s']:.2f}",
+    "of a copy": lambda r: f"{r['of_copy']:.2f}",
+    **OFF,
+}

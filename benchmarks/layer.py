@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator
 
@@ -10,10 +11,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from benchmarks.command import SPEEDUP, Columns, add_contenders, add_timing, chosen, timing
 from benchmarks.floor import COPY, Machine
 from benchmarks.peers import CONTENDERS, IN_BF16
 from benchmarks.shapes import SHAPES, Shape
-from benchmarks.timing import TURN, interleaved, without_failures
+from benchmarks.timing import interleaved, without_failures
+
+DEFAULT = ["flax", "flax-fp8", "te", "nvidia"]
 
 
 def dropout_key() -> jax.Array:
@@ -65,14 +69,23 @@ class Step:
         return out
 
 
-def run(configs: list[str], against: list[str], *, floor: bool = True, copy=COPY, **timing) -> Iterator[dict]:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_contenders(command)
+    add_timing(command)
+    add = command.add_argument
+    add("--no-floor", action="store_true", help="skip measuring what the layer could take at least")
+    add("--copy", type=int, nargs=2, default=list(COPY), help="size of the copy that the floor counts with")
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each config and contender: ms, ratio to the first contender and to the floors, compile time, memory."""
-    machine = Machine(copy, timing.get("turn", TURN)) if floor else None
-    for config in configs:
+    against = chosen(args.against or DEFAULT, CONTENDERS)
+    machine = None if args.no_floor else Machine(tuple(args.copy), args.turn)
+    for config in args.config:
         shape = SHAPES[config]
         makers = {name: lambda name=name: Step(name, shape) for name in against}
         steps, failed = without_failures(makers, peer=lambda name: not name.startswith("te-"))
-        timings = interleaved(steps, **timing)
+        timings = interleaved(steps, **timing(args))
         compiled = {name: (step.trace_s, step.compile_s, step.temp_gib) for name, step in steps.items()}
         steps.clear()  # their memory goes to what the floor measures
         precisions = {name not in IN_BF16 for name in timings}
@@ -105,3 +118,17 @@ def line(row: dict) -> str:
         f"{what} {row['ms']:8.3f} ms{speedup}  +-{row['spread']:.1%}  {row['tflop_per_s']:6.1f} TFLOP/s"
         f"{floor}  trace {row['trace_s']:.1f} s  compile {row['compile_s']:.1f} s  temp {row['temp_gib']:.2f} GiB"
     )
+
+
+TITLE = "One Transformer layer, forward and backward with all gradients"
+COLUMNS: Columns = {
+    "config": lambda r: r["config"],
+    "layer": lambda r: r["contender"],
+    "ms": lambda r: f"{r['ms']:.3g}",
+    "spread": lambda r: f"{r['spread']:.0%}",
+    **SPEEDUP,
+    "of the floor": lambda r: f"{r['of_floor']:.2f}" if "of_floor" in r else "",
+    "of the sustained floor": lambda r: f"{r['of_sustained_floor']:.2f}" if "of_sustained_floor" in r else "",
+    "compile s": lambda r: f"{r['compile_s']:.1f}",
+    "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
+}

@@ -6,10 +6,11 @@ ours it says what an H200 measures; in Flax's layer XLA would choose products by
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import flax
 import flax.linen as nn
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import sharded, train
+from benchmarks.command import Columns, add_contenders, chosen
 from benchmarks.layer import gradients
 from benchmarks.peers import CONTENDERS
 from benchmarks.shapes import SHAPES, Shape
@@ -92,18 +94,26 @@ def compiled_sharded(name: str, shape: Shape, layout: str, mesh: jax.sharding.Me
         return program.step.lower(*program.args).compile(WITHOUT_A_GPU)
 
 
-def run(
-    configs: list[str], against: list[str], layers: int = 0, devices: int = 1, layouts: Iterable[str] = ()
-) -> Iterator[dict]:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_contenders(command)
+    add = command.add_argument
+    add("--layers", type=int, default=0, help="of a training step (default: the gradients of one layer alone)")
+    sharded.add_layouts(command, devices=1)
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each config and contender: GiB of temporaries, of what goes in and of what comes out, on each device.
 
-    layers: how many a training step has, which updates its parameters in place; 0: one layer's gradients alone.
-    devices: above 1, a row for each of these of sharded.LAYOUTS, of one layer's gradients.
+    A step trains `--layers` layers and updates their parameters in place. Where these are 0 it is one layer's gradients
+    alone, with a row for each of `--layouts` where `--devices` are several.
     """
+    layers, devices = args.layers, args.devices
+    against = chosen(args.against or DEFAULT, CONTENDERS if devices == 1 else sharded.CONTENDERS)
     if devices > 1 and layers:
         raise SystemExit(f"benchmarks memory: --layers: expected none with --devices, got {layers}")
     mesh = mesh_of_h200s(devices)
-    for config, name, layout in itertools.product(configs, against, layouts if devices > 1 else [sharded.ONE]):
+    layouts = args.layouts if devices > 1 else [sharded.ONE]
+    for config, name, layout in itertools.product(args.config, against, layouts):
         shape = SHAPES[config]
         row = {"config": config, "contender": name, "compiled_for": "NVIDIA H200", "devices": devices}
         row |= {"layers": layers} if devices == 1 else {"layout": layout}
@@ -128,3 +138,14 @@ def line(row: dict) -> str:
         f"{what} temporaries {row['temp_gib']:.3f} GiB, "
         f"in {row['argument_gib']:.3f}, out {row['output_gib']:.3f}  trace and compile {row['compile_s']:.1f} s"
     )
+
+
+TITLE = "Memory of a step, compiled without a GPU"
+COLUMNS: Columns = {
+    "config": lambda r: f"{r['layers']} layers of {r['config']}, trained" if r.get("layers") else r["config"],
+    "layer": lambda r: r["contender"],
+    "for": lambda r: r["compiled_for"] + (f", {r['devices']} x {r['layout']}" if r["devices"] > 1 else ""),
+    "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
+    "in GiB": lambda r: f"{r['argument_gib']:.2f}",
+    "out GiB": lambda r: f"{r['output_gib']:.2f}",
+}

@@ -5,6 +5,7 @@ What a layer decides by (transformer_engine_jax/precision.py) was fitted to this
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import transformer_engine_jax as te
+from benchmarks.command import SPEEDUP, Columns, add_timing, timing
 from benchmarks.timing import Repeated, interleaved, operand_sets
 from transformer_engine_jax import recipe
 from transformer_engine_jax.quantized import GemmState
@@ -54,7 +56,7 @@ def gradients(fp8: recipe.Recipe | None) -> Callable:
 CONTENDERS = {"fp8": gradients(recipe.DelayedScaling()), "bf16": gradients(None)}
 
 
-def measure(tokens: int, k: int, n: int, kernel: str, **timing) -> dict[str, float]:
+def measure(tokens: int, k: int, n: int, kernel: str, **turns) -> dict[str, float]:
     """Milliseconds of each contender, with a kernel of this dtype."""
     x, weight, dy = (
         jax.random.normal(jax.random.key(i), shape, dtype)
@@ -67,15 +69,21 @@ def measure(tokens: int, k: int, n: int, kernel: str, **timing) -> dict[str, flo
         name: Repeated(lambda *leaves, step=step: step(*jax.tree.unflatten(tree, leaves)), sets)
         for name, step in CONTENDERS.items()
     }
-    return {name: timing.median for name, timing in interleaved(programs, **timing).items()}
+    return {name: times.median for name, times in interleaved(programs, **turns).items()}
 
 
-def run(tokens: list[int], kernels: list[str], **timing) -> Iterator[dict]:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    command.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="their dtypes")
+    add_timing(command)
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each number of tokens, dtype and size of a kernel, both ways round where it is not square."""
     sizes = dict.fromkeys(pair for a, b in FEATURES for pair in ((a, b), (b, a)))
-    for m, kernel in itertools.product(tokens, kernels):
+    for m, kernel in itertools.product(args.tokens, args.kernels):
         for k, n in sizes:
-            ms = measure(m, k, n, kernel, **timing)
+            ms = measure(m, k, n, kernel, **timing(args))
             yield {
                 "m": m,
                 "n": n,
@@ -92,3 +100,13 @@ def line(row: dict) -> str:
         f"{row['m']:>6} x {row['n']:>6} x {row['k']:>6} {row['kernel']:<8}  fp8 {row['fp8_ms']:8.4f} ms  "
         f"bf16 {row['bf16_ms']:8.4f} ms  x{row['speedup']:.2f}"
     )
+
+
+TITLE = "A dense op with all its gradients, casts and states included"
+COLUMNS: Columns = {
+    "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
+    "kernel": lambda r: r["kernel"],
+    "FP8 ms": lambda r: f"{r['fp8_ms']:.3g}",
+    "bf16 ms": lambda r: f"{r['bf16_ms']:.3g}",
+    **SPEEDUP,
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import pathlib
 import re
@@ -9,6 +10,11 @@ import tempfile
 from collections.abc import Callable
 
 import jax
+
+from benchmarks.command import add_contenders, chosen
+from benchmarks.layer import Step
+from benchmarks.peers import CONTENDERS
+from benchmarks.shapes import SHAPES
 
 
 def kernel_times(call: Callable[[], object], *, calls: int = 5) -> tuple[dict[str, tuple[float, float]], float]:
@@ -51,3 +57,14 @@ def table(call: Callable[[], object], most: int = 40) -> str:
         f"{us:9.1f} us {count:5.1f} x  {name}" for name, (us, count) in sorted(times.items(), key=lambda t: -t[1][0])
     ]
     return "\n".join([*rows[:most], f"{busy:9.1f} us busy of {span:.1f} us"])
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_contenders(command)
+
+
+def show(args: argparse.Namespace) -> None:
+    """Prints a table for each config and contender."""
+    for config in args.config:
+        for name in chosen(args.against or ["te"], CONTENDERS):
+            print(f"{config} {name}\n{table(Step(name, SHAPES[config]))}\n", flush=True)

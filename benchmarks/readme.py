@@ -7,128 +7,14 @@ import json
 import pathlib
 from collections.abc import Callable, Iterable
 
+from benchmarks.command import Columns
+from benchmarks.registry import BENCHMARKS, NAMES
 from benchmarks.shapes import SHAPES, Shape
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- end -->"
 
-# The columns of each benchmark's table: title -> a row's text.
-Columns = dict[str, Callable[[dict], str]]
-SPEEDUP: Columns = {"speed-up": lambda r: f"{r['speedup']:.2f}" if "speedup" in r else ""}  # none without the first
-LAYER: Columns = {
-    "config": lambda r: r["config"],
-    "layer": lambda r: r["contender"],
-    "ms": lambda r: f"{r['ms']:.3g}",
-    "spread": lambda r: f"{r['spread']:.0%}",
-    **SPEEDUP,
-    "of the floor": lambda r: f"{r['of_floor']:.2f}" if "of_floor" in r else "",
-    "of the sustained floor": lambda r: f"{r['of_sustained_floor']:.2f}" if "of_sustained_floor" in r else "",
-    "compile s": lambda r: f"{r['compile_s']:.1f}",
-    "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
-}
-RATE: Columns = {"ms": lambda r: f"{r['ms']:.3g}", "TFLOP/s": lambda r: f"{r['tflop_per_s']:.0f}"}
-OFF: Columns = {"off": lambda r: f"{r['off']:.0e}"}
-TABLES: dict[str, tuple[str, Columns]] = {
-    "layer": ("One Transformer layer, forward and backward with all gradients", LAYER),
-    "gemm": (
-        "Matrix products",
-        {
-            "config": lambda r: r["config"],
-            "product": lambda r: r["product"],
-            "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
-            "by": lambda r: r["contender"],
-            **RATE,
-            **OFF,
-        },
-    ),
-    "accumulation": (
-        "Accumulation of FP8 products, against f32",
-        {
-            "length": lambda r: str(r["k"]),
-            "data": lambda r: r["data"],
-            "accumulation": lambda r: r["contender"],
-            **OFF,
-            "lost": lambda r: f"{r['lost']:.1%}",
-        },
-    ),
-    "precision": (
-        "A dense op with all its gradients, casts and states included",
-        {
-            "m x n x k": lambda r: f"{r['m']} x {r['n']} x {r['k']}",
-            "kernel": lambda r: r["kernel"],
-            "FP8 ms": lambda r: f"{r['fp8_ms']:.3g}",
-            "bf16 ms": lambda r: f"{r['bf16_ms']:.3g}",
-            **SPEEDUP,
-        },
-    ),
-    "attention": (
-        "Causal attention",
-        {
-            "config": lambda r: r["config"],
-            "pass": lambda r: r["pass"],
-            "by": lambda r: f"{r['contender']} ({r['backend']})" if "backend" in r else r["contender"],
-            **RATE,
-            **OFF,
-        },
-    ),
-    "kernels": (
-        "Memory-bound kernels",
-        {
-            "kernel": lambda r: r["kernel"],
-            "size": lambda r: f"{r['rows']} x {r['hidden']}",
-            "TB/s": lambda r: f"{r['tb_per_s']:.2f}",
-            "of a copy": lambda r: f"{r['of_copy']:.2f}",
-            **OFF,
-        },
-    ),
-    "stack": (
-        "A stack of layers: forward, backward and an update in place",
-        {
-            "config": lambda r: f"{r['layers']} of {r['config']}, {r['kind']}",
-            "layer": lambda r: r["contender"],
-            "ms": lambda r: f"{r['ms']:.3g}",
-            "spread": lambda r: f"{r['spread']:.0%}",
-            **SPEEDUP,
-            "compile s": lambda r: f"{r['compile_s']:.1f}",
-            "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
-        },
-    ),
-    "train": (
-        "Training on real bytes",
-        {
-            "config": lambda r: f"{r['layers']} layers of {r['config']}, {r['steps']} steps, seed {r['seed']}",
-            "precision": lambda r: r["contender"],
-            "tokens/s": lambda r: f"{r['tokens_per_s']:.0f}",
-            "TFLOP/s": lambda r: f"{r['tflop_per_s']:.0f}",
-            "final loss": lambda r: f"{r['final_loss']:.4f}",
-            "difference": lambda r: f"{r['difference']:+.2%}" if "difference" in r else "",
-        },
-    ),
-    "sharded": (
-        "One Transformer layer over several GPUs",
-        {
-            "config": lambda r: r["config"],
-            "layer": lambda r: r["contender"],
-            "GPUs": lambda r: f"{r['devices']} x {r['layout']}" if r["devices"] > 1 else "1",
-            "ms": lambda r: f"{r['ms']:.3g}",
-            "of one GPU": lambda r: f"{r['speedup']:.2f}",
-            "speed-up": lambda r: f"{r['speedup_over_first']:.2f}" if "speedup_over_first" in r else "",
-            "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
-        },
-    ),
-    "memory": (
-        "Memory of a step, compiled without a GPU",
-        {
-            "config": lambda r: f"{r['layers']} layers of {r['config']}, trained" if r.get("layers") else r["config"],
-            "layer": lambda r: r["contender"],
-            "for": lambda r: r["compiled_for"] + (f", {r['devices']} x {r['layout']}" if r["devices"] > 1 else ""),
-            "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
-            "in GiB": lambda r: f"{r['argument_gib']:.2f}",
-            "out GiB": lambda r: f"{r['output_gib']:.2f}",
-        },
-    ),
-}
 # What README shows of the layers.
 HEADLINE = ("gpt", "llama", "small", "llama-70b", "llama-packed")
 GLANCE = {
@@ -148,7 +34,7 @@ def table(columns: Columns, rows: Iterable[dict]) -> str:
 
 def section(document: dict) -> str:
     """One result: what was run on what, and its rows."""
-    _, columns = TABLES[document["benchmark"]]
+    columns = BENCHMARKS[document["benchmark"]].COLUMNS
     done = [row for row in document["rows"] if "skipped" not in row]
     skipped = sorted({row.get("contender") for row in document["rows"]} - {row.get("contender") for row in done})
     versions = document["versions"]
@@ -211,7 +97,7 @@ def all_results(documents: list[dict]) -> str:
     """A table for each result, by benchmark and file name."""
     parts = []
     for benchmark, group in itertools.groupby(documents, key=lambda document: document["benchmark"]):
-        parts += [f"## {TABLES[benchmark][0]}\n", *(section(document) for document in group)]
+        parts += [f"## {BENCHMARKS[benchmark].TITLE}\n", *(section(document) for document in group)]
     return "\n".join(parts)
 
 
@@ -222,7 +108,7 @@ PAGES = {ROOT / "README.md": at_a_glance, ROOT / "benchmarks" / "README.md": all
 def written(text: str, render: Callable[[list[dict]], str], results: pathlib.Path = RESULTS) -> str:
     """A page's text with its tables as the results say."""
     documents = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    documents.sort(key=lambda document: list(TABLES).index(document["benchmark"]))
+    documents.sort(key=lambda document: NAMES.index(document["benchmark"]))
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}{render(documents)}{END}{after}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
+from benchmarks.command import Columns, add_contenders, add_timing, chosen, timing
 from benchmarks.compare import off
 from benchmarks.layer import gradients, temp_gib
 from benchmarks.peers import FlaxLayer, our_layer
@@ -140,28 +142,34 @@ class Step:
         return {"output": self.restored(y), "gradients": (dparams, self.restored(dx))}
 
 
-def run(
-    configs: list[str],
-    against: list[str],
-    *,
-    devices: int | None = None,
-    axes: str = "auto",
-    layouts: Iterable[str] = tuple(LAYOUTS),
-    **timing,
-) -> Iterator[dict]:
+def add_layouts(command: argparse.ArgumentParser, devices: int | None = None) -> None:
+    """--devices and --layouts. devices: as many by default; None: all."""
+    add = command.add_argument
+    add("--devices", type=int, default=devices, metavar="N", help=f"how many (default: {devices or 'all'})")
+    add("--layouts", choices=list(LAYOUTS), nargs="+", default=list(LAYOUTS))
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_contenders(command)
+    add_timing(command)
+    add_layouts(command)
+    command.add_argument("--axes", choices=list(AXES), default="auto", help="of the mesh: the compiler's, or in types")
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each config, contender and layout: ms, ratios to one device and to the first contender, and errors.
 
-    devices: how many; None: all. axes: of the mesh, one of AXES. layouts: some of LAYOUTS.
     Raises SystemExit where there is only one device, or fewer than asked for.
     """
-    asked, devices = devices or 2, jax.devices()[:devices]
+    against, axes, layouts = chosen(args.against or CONTENDERS, CONTENDERS), args.axes, args.layouts
+    asked, devices = args.devices or 2, jax.devices()[: args.devices]
     if len(devices) < max(asked, 2):
         raise SystemExit(
             f"benchmarks: sharded: expected {max(asked, 2)} devices or more, got {len(devices)} "
             f"({devices[0].device_kind}); on a CPU XLA_FLAGS=--xla_force_host_platform_device_count={max(asked, 2)} "
             "emulates them"
         )
-    for config in configs:
+    for config in args.config:
         steps: dict[tuple[str, str], Step] = {}
         errors, skipped = {}, {}
         for name in against:
@@ -175,7 +183,7 @@ def run(
                 step = steps[name, layout] = make(LAYOUTS[layout], devices, AXES[axes])
                 got = step.results()
                 errors[name, layout] = {f"{what}_off": off(got[what], expected[what]) for what in expected}
-        timings = interleaved(steps, **timing)
+        timings = interleaved(steps, **timing(args))
         for name, layout in itertools.product(against, [ONE, *layouts]):
             which = name, layout
             row = {"config": config, "contender": name, "devices": 1 if layout == ONE else len(devices)}
@@ -212,3 +220,15 @@ def line(row: dict) -> str:
         speed += f"  x{row['speedup_over_first']:.2f}"
     speed += f"  +-{row['spread']:.1%}"
     return f"{what} {speed}  temp {row['temp_gib']:.2f} GiB{off}"
+
+
+TITLE = "One Transformer layer over several GPUs"
+COLUMNS: Columns = {
+    "config": lambda r: r["config"],
+    "layer": lambda r: r["contender"],
+    "GPUs": lambda r: f"{r['devices']} x {r['layout']}" if r["devices"] > 1 else "1",
+    "ms": lambda r: f"{r['ms']:.3g}",
+    "of one GPU": lambda r: f"{r['speedup']:.2f}",
+    "speed-up": lambda r: f"{r['speedup_over_first']:.2f}" if "speedup_over_first" in r else "",
+    "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
+}

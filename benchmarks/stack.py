@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from benchmarks.command import SPEEDUP, Columns, add_contenders, add_timing, chosen, timing
 from benchmarks.layer import temp_gib
 from benchmarks.peers import CONTENDERS
 from benchmarks.shapes import SHAPES, Shape
@@ -100,15 +102,23 @@ class Step:
         return rest
 
 
-def run(configs: list[str], against: list[str], kinds: list[str], layers: int = LAYERS, **timing) -> Iterator[dict]:
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_contenders(command)
+    add_timing(command)
+    command.add_argument("--layers", type=int, default=LAYERS)
+    command.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each config, kind of stack and contender: ms, ratio to the first contender, compile time, memory."""
-    for config in configs:
-        for kind in kinds:
+    against, layers = chosen(args.against or DEFAULT, CONTENDERS), args.layers
+    for config in args.config:
+        for kind in args.kinds:
             makers = {
                 name: lambda name=name, kind=kind: Step(name, SHAPES[config], layers, KINDS[kind]) for name in against
             }
             steps, failed = without_failures(makers, peer=lambda name: not name.startswith("te-"))
-            timings = interleaved(steps, **timing)
+            timings = interleaved(steps, **timing(args))
             baseline = timings.get(against[0])
             for name in against:
                 row = {"config": config, "contender": name, "layers": layers, "kind": kind}
@@ -129,3 +139,15 @@ def line(row: dict) -> str:
         f"{what} {row['ms']:8.3f} ms{speedup}  +-{row['spread']:.1%}  "
         f"trace and compile {row['compile_s']:.1f} s  temp {row['temp_gib']:.2f} GiB"
     )
+
+
+TITLE = "A stack of layers: forward, backward and an update in place"
+COLUMNS: Columns = {
+    "config": lambda r: f"{r['layers']} of {r['config']}, {r['kind']}",
+    "layer": lambda r: r["contender"],
+    "ms": lambda r: f"{r['ms']:.3g}",
+    "spread": lambda r: f"{r['spread']:.0%}",
+    **SPEEDUP,
+    "compile s": lambda r: f"{r['compile_s']:.1f}",
+    "temp GiB": lambda r: f"{r['temp_gib']:.2f}",
+}

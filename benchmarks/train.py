@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.command import Columns, add_contenders, chosen
 from benchmarks.peers import CONTENDERS
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import Timing
@@ -47,12 +48,13 @@ class Options(NamedTuple):
         return cls(**{name: getattr(args, name) for name in cls._fields})
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = Options()
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add_contenders(command, only="llama")
+    add, defaults = command.add_argument, Options()
     for name in ("layers", "steps", "batch", "seq", "seeds", "first_seed"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
-    parser.add_argument("--lr", type=float, default=defaults.lr, help="peak learning rate (default: 0.2 / hidden size)")
-    parser.add_argument("--data", metavar="PATH", help="file or folder (default: Python's standard library)")
+        add(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
+    add("--lr", type=float, default=defaults.lr, help="peak learning rate (default: 0.2 / hidden size)")
+    add("--data", metavar="PATH", help="file or folder (default: Python's standard library)")
 
 
 class Decoder(nn.Module):
@@ -132,9 +134,9 @@ def flop(shape: Shape, layers: int) -> int:
     return layers * shape.flop + 6 * shape.tokens * shape.hidden * VOCABULARY
 
 
-def run(config: str, against: list[str], options: Options) -> Iterator[dict]:
+def rows(args: argparse.Namespace) -> Iterator[dict]:
     """A row for each seed and contender; `difference` is that of the final loss from the first contender's."""
-    shape = SHAPES[config]
+    against, options, shape = chosen(args.against or DEFAULT, CONTENDERS), Options.of(args), SHAPES[args.config]
     shape = shape._replace(batch=options.batch or shape.batch, seq=options.seq or shape.seq)
     try:
         data = load(options.data, shape.seq)
@@ -143,7 +145,7 @@ def run(config: str, against: list[str], options: Options) -> Iterator[dict]:
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         baseline = None
         for name in against:
-            row = {"config": config, "layers": options.layers, "batch": shape.batch, "seq": shape.seq}
+            row = {"config": args.config, "layers": options.layers, "batch": shape.batch, "seq": shape.seq}
             row |= {"steps": options.steps, "seed": seed, "contender": name}
             try:
                 losses, times, compile_s = train(name, shape, options, seed, data)
@@ -176,3 +178,14 @@ def line(row: dict) -> str:
         f"{row['tflop_per_s']:6.1f} TFLOP/s  loss {row['losses'][0]:.3f} -> {row['final_loss']:.4f}"
         f"{difference}  compile {row['compile_s']:.0f} s"
     )
+
+
+TITLE = "Training on real bytes"
+COLUMNS: Columns = {
+    "config": lambda r: f"{r['layers']} layers of {r['config']}, {r['steps']} steps, seed {r['seed']}",
+    "precision": lambda r: r["contender"],
+    "tokens/s": lambda r: f"{r['tokens_per_s']:.0f}",
+    "TFLOP/s": lambda r: f"{r['tflop_per_s']:.0f}",
+    "final loss": lambda r: f"{r['final_loss']:.4f}",
+    "difference": lambda r: f"{r['difference']:+.2%}" if "difference" in r else "",
+}

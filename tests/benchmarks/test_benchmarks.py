@@ -367,7 +367,8 @@ def test_results_become_tables(tmp_path, monkeypatch):
 def test_without_its_first_contender_nothing_is_compared(monkeypatch):
     ours = {"te-bf16": types.SimpleNamespace(trace_s=1.0, compile_s=1.0, temp_gib=1.0)}
     monkeypatch.setattr(layer, "interleaved", lambda steps, **_: {"te-bf16": timing.Timing(2.0, 0.1)})
-    monkeypatch.setattr(layer, "without_failures", lambda makers, peer: (ours, {"nvidia": "absent"}))
-    skipped, row = layer.run(["small"], ["nvidia", "te-bf16"], floor=False)
+    monkeypatch.setattr(layer, "without_failures", lambda makers, peer: (ours, {"nvidia-bf16": "absent"}))
+    args = command.parse(["layer", "--config", "small", "--against", "nvidia-bf16", "te-bf16", "--no-floor"])
+    skipped, row = layer.rows(args)
     assert skipped["skipped"] == "absent" and "speedup" not in row
     assert " x" not in layer.line(row)

@@ -7,14 +7,23 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import gemm, peers
+from benchmarks.command import chosen
+from benchmarks.registry import BENCHMARKS
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_command_has_all_that_it_is_asked_for(name):
+    asked = ("add_arguments", "rows", "line", "TITLE", "COLUMNS")
+    missing = [attribute for attribute in asked if not hasattr(BENCHMARKS[name], attribute)]
+    assert not missing, f"benchmarks/{name}.py: no {', '.join(missing)}"
 
 
 def test_names_of_contenders():
     ours = ["te-bf16", "te-delayed", "te-delayed-fast", "te-delayed-split", "te-delayed-dpa", "te-current"]
-    assert command.chosen(["te", "flax"], peers.CONTENDERS) == [*ours, "flax"]
-    assert command.chosen(["bf16,fp8"], gemm.CONTENDERS) == ["bf16", "fp8-fast", "fp8-split", "fp8-xla"]
+    assert chosen(["te", "flax"], peers.CONTENDERS) == [*ours, "flax"]
+    assert chosen(["bf16,fp8"], gemm.CONTENDERS) == ["bf16", "fp8-fast", "fp8-split", "fp8-xla"]
     with pytest.raises(SystemExit, match="expected some of flax, flax-fp8, .* got 'torch'"):
-        command.chosen(["torch"], peers.CONTENDERS)
+        chosen(["torch"], peers.CONTENDERS)
 
 
 @pytest.mark.parametrize(
