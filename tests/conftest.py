@@ -24,8 +24,8 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 from transformer_engine_jax import decisions, precision  # noqa: E402
 
-# Most tests are of FP8 at sizes for which a GPU would not use it; tests/test_precision.py is of that choice. Nor would it
-# use kernels for so few tokens; tests/flax/test_decode.py is of that.
+# Most tests are of FP8 at sizes for which a GPU would not use it; tests/test_precision.py is of that choice. Nor would
+# it use kernels for so few tokens; tests/flax/test_decode.py is of that.
 precision.platform = lambda: "cpu"
 decisions.FEW_TOKENS = 0
 
