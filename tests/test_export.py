@@ -7,6 +7,8 @@ import optax
 import pytest
 import steps
 from jax import export
+from jax.experimental import serialize_executable
+from jax.sharding import PartitionSpec as P
 from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
@@ -132,3 +134,18 @@ def test_any_length():
     read = stored(run, ["cpu", "cuda"], variables, jax.ShapeDtypeStruct((len(X), length, X.shape[2]), X.dtype))
     for n in (1, 3, X.shape[1]):
         testing.assert_close(read.call(variables, X[:, :n]), run(variables, X[:, :n]), emulated.F32)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_compiled_steps_of_a_mesh_are_serialized(explicit):
+    """As a program is that was compiled ahead of the run, on other machines."""
+    mesh = testing.mesh_of((2, 2), ("data", "model"), explicit=explicit)
+    resource = te.MeshResource(dp_resource="data", tp_resource="model")
+    with testing.on_mesh(mesh), te.autocast(True, DELAYED, resource):
+        variables = steps.place(mesh, MODULE.init(jax.random.key(0), X), resource)
+        x = testing.shard(mesh, X, P("data"))
+        compiled = jax.jit(train).lower(variables, x).compile()
+        read = serialize_executable.deserialize_and_load(
+            *serialize_executable.serialize(compiled), execution_devices=list(mesh.devices.flat)
+        )
+        testing.assert_same_bytes(read(variables, x), compiled(variables, x))

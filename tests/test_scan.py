@@ -8,6 +8,8 @@ import pytest
 import steps
 from steps import CURRENT, DELAYED
 
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
 from transformer_engine_jax import policies, recipe
 from transformer_engine_jax.flax import STATE_COLLECTION, TransformerLayer
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
@@ -194,3 +196,20 @@ def test_layers_computed_again_keep_nothing_for_the_backward_pass():
 def kernels(eqn) -> list:
     of_one = [eqn.params["call"]] if eqn.primitive is kernel_p else []
     return of_one + [call for jaxpr in inside(eqn) for inner in jaxpr.eqns for call in kernels(inner)]
+
+
+def test_states_stacked_along_another_axis_are_refused():
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"params": 0, te_flax.STATE_COLLECTION: 1}
+            run = nn.scan(lambda layer, x, _: (layer(x), None), axes, split_rngs={"params": True}, length=2)
+            return run(te_flax.DenseGeneral(32), x, None)[0]
+
+    x = jnp.ones((4, 32))
+    with te.autocast(True):
+        params = {"params": Stack().init(jax.random.key(0), x)["params"]}
+        with pytest.raises(
+            ValueError, match=r"expected f32\[.., 3, 2 \+ history\] with stacked layers along leading axes"
+        ):
+            te_flax.init_state(Stack(), params, x)

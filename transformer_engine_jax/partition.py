@@ -6,7 +6,7 @@ Of shapes and partition specs alone; primitive.py gives the plan to the compiler
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,26 @@ from jax.sharding import PartitionSpec
 if TYPE_CHECKING:
     from transformer_engine_jax.kernel import Call
     from transformer_engine_jax.rules import Axes
+
+
+class _UntilCompiled:
+    """Keeps alive what the compiler calls back; a serialized executable goes without it, which can't be pickled."""
+
+    def __init__(self, kept: Any):
+        self.kept = kept
+
+    def __reduce__(self):
+        return type(None), ()
+
+
+def lowered(lower: Callable, ctx, *operands):
+    """lower(ctx, *operands) of a function under custom_partitioning, whose program jax.experimental's
+    serialize_executable can take once it is compiled: for callbacks JAX keeps functions of ours with the executable."""
+    kept = ctx.module_context.keepalives
+    before = len(kept)
+    results = lower(ctx, *operands)
+    kept[before:] = map(_UntilCompiled, kept[before:])
+    return results
 
 
 def names_of(entry: str | Sequence[str] | None) -> tuple[str, ...]:

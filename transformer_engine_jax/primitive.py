@@ -197,7 +197,7 @@ def _lowered(ctx, *operands, call: Call, platform: str):
         decode_shardings=False,  # JAX's way knows none that has a mesh axis on two dimensions
     )
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        return mlir.lower_fun(run)(ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+        return partition.lowered(mlir.lower_fun(run), ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
 
 
 def _partition(call: Call, platform: str, context, mesh, operands, results):

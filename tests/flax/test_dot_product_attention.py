@@ -180,7 +180,11 @@ def test_score_mod():
         ({"max_segments_per_seq": 0}, {}, "max_segments_per_seq: expected a positive integer, got 0"),
         ({}, {"mask": np.ones((9, 9), bool)}, r"mask: expected a shape that broadcasts to .*got \(9, 9\)"),
         ({"window_size": (1, 2, 3)}, {}, r"window: expected \(left, right\).*got \(1, 2, 3\)"),
-        ({}, {"sequence_descriptor": Q[0]}, "sequence_descriptor: expected a SequenceDescriptor, such as"),
+        (
+            {},
+            {"sequence_descriptor": Q[0]},
+            r"sequence_descriptor: expected a SequenceDescriptor, such as .*, got float32\[",
+        ),
         ({}, {"sequence_descriptor": PADDING, "mask": PADDING}, "sequence_descriptor: expected a SequenceDescriptor"),
         ({}, {"sequence_descriptor": PADDED, "mask": PADDING}, "got both mask and sequence_descriptor"),
         ({"num_gqa_groups": 3}, {}, "4 heads do not divide into 3 groups"),

@@ -159,9 +159,12 @@ class DotProductAttention(Fp8Module):
 
     def _check_call(self, sequence_descriptor, bias, mask, cache_index) -> None:
         if sequence_descriptor is not None and not isinstance(sequence_descriptor, SequenceDescriptor):
+            got = type(sequence_descriptor).__name__
+            if hasattr(sequence_descriptor, "shape"):
+                got = f"{sequence_descriptor.dtype}{list(sequence_descriptor.shape)}"
             raise self._error(
                 "sequence_descriptor: expected a SequenceDescriptor, such as SequenceDescriptor.from_seqlens(lengths), "
-                f"or a mask [B, H, Sq, Sk], got {type(sequence_descriptor).__name__}"
+                f"or a mask [B, H, Sq, Sk], got {got}"
             )
         if sequence_descriptor is not None and cache_index is not None:
             raise self._error(

@@ -21,6 +21,7 @@ from jax.interpreters import batching, mlir
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.decisions import devices
 from transformer_engine_jax.order import computed_once_p, in_scanned_layers
+from transformer_engine_jax.partition import lowered
 
 _last = threading.local()  # the kernel's gradient that was last computed, weakly referred to
 
@@ -84,7 +85,7 @@ def _lower(ctx, *operands):
     x, other = (" ".join(f"x{next(axes)}" for _ in a.shape) for a in ctx.avals_in)
     run = custom_partitioning(_call)
     run.def_partition(partition=_partition, sharding_rule=f"{x}, {other} -> {x}", decode_shardings=False)
-    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+    return lowered(mlir.lower_fun(run, multiple_results=False), ctx, *operands)
 
 
 for _platform in ("cpu", "cuda"):
