@@ -146,6 +146,8 @@ def test_compiled_steps_of_a_mesh_are_serialized(explicit):
         x = testing.shard(mesh, X, P("data"))
         compiled = jax.jit(train).lower(variables, x).compile()
         read = serialize_executable.deserialize_and_load(
-            *serialize_executable.serialize(compiled), execution_devices=list(mesh.devices.flat)
+            *serialize_executable.serialize(compiled),
+            backend=mesh.devices.flat[0].platform,
+            execution_devices=list(mesh.devices.flat),
         )
         testing.assert_same_bytes(read(variables, x), compiled(variables, x))
