@@ -7,6 +7,7 @@ python -m benchmarks kernels --hidden 4096 16384
 python -m benchmarks accumulation
 python -m benchmarks precision
 python -m benchmarks stack --config llama --layers 4
+python -m benchmarks generate --config llama
 python -m benchmarks train --steps 300
 python -m benchmarks sharded --config llama
 python -m benchmarks memory --config llama

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds for the GPU that is here, with the packages that are here, and runs checks and tests on it.
 #
-#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [accumulation] [precision] [attention] [stack]
+#   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [accumulation] [precision] [attention] [stack] [generate]
 #                         [sharded] [sanitize]
 #
 # Logs go to the folder OUT; the parts default to the first three.
@@ -37,7 +37,7 @@ for part in "${@:-kernels tests train}"; do
         done
         for check in "${racechecks[@]}"; do wait "$check" || status=1; done
         tail -qn 1 "$out/memcheck.log" "$out"/racecheck-*.log ;;
-      kernels | layer | gemm | accumulation | precision | attention | stack | sharded) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
+      kernels | layer | gemm | accumulation | precision | attention | stack | generate | sharded) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
       *) echo "unknown step $step"; exit 2 ;;
     esac || status=1
   done

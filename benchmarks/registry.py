@@ -16,6 +16,7 @@ NAMES = (
     "attention",
     "kernels",
     "stack",
+    "generate",
     "train",
     "sharded",
     "memory",

@@ -18,6 +18,7 @@ from benchmarks import (
     compare,
     floor,
     gemm,
+    generate,
     kernels,
     layer,
     memory,
@@ -285,6 +286,16 @@ def test_stacks_of_all_kinds_are_the_same(tmp_path):
         got = dx, steps[name].state[STATE_COLLECTION]
         for one, other in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
             assert float(compare.off(one, other)) < 1e-2, name  # XLA may fuse what is between kernels otherwise
+
+
+@pytest.mark.parametrize("config", ["tiny", "tiny-llama"])
+@pytest.mark.parametrize("tokens", ["1", "8"])
+def test_generating_is_that_of_flax(tmp_path, config, tokens):
+    size = "--size", "2", tokens, "16"
+    rows = rows_of(tmp_path, "generate", "--config", config, "--layers", "2", "--against", "flax,te", *size, *QUICK)
+    assert [row["contender"] for row in rows] == list(generate.CONTENDERS)
+    assert [row.get("off", 0) < bound for row, bound in zip(rows, (1e-9, 0.02, 0.15, 0.15))] == [True] * 4
+    assert all(row["ms"] > 0 and (row["batch"], row["cache"]) == (2, 16) for row in rows)
 
 
 @pytest.mark.parametrize("axes, contenders", [("auto", ["flax", "te-delayed"]), ("explicit", ["flax", "te-bf16"])])
