@@ -41,6 +41,7 @@ def section(document: dict) -> str:
     said = ["cublas", "cudnn-cu13", "jax", "flax", "transformer-engine"]
     libraries = ", ".join(f"{name} {v}" for name in said if (v := versions.get(name) or versions.get(f"nvidia-{name}")))
     commit = f", at commit {document['commit']}" if document.get("commit") else ""
+    commit += f"; {document['remark']}" if "remark" in document else ""
     count = max(row.get("devices", 1) for row in document["rows"])
     devices = "One" if count == 1 else str(count)
     head = f"{devices} {document['device']}, {libraries}; `{document['command']}`{commit}."

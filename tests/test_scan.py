@@ -10,7 +10,7 @@ from steps import CURRENT, DELAYED
 
 import transformer_engine_jax as te
 import transformer_engine_jax.flax as te_flax
-from transformer_engine_jax import policies, recipe
+from transformer_engine_jax import policies, recipe, testing
 from transformer_engine_jax.flax import STATE_COLLECTION, TransformerLayer
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.flash_qkv import qkv_attention
@@ -198,18 +198,18 @@ def kernels(eqn) -> list:
     return of_one + [call for jaxpr in inside(eqn) for inner in jaxpr.eqns for call in kernels(inner)]
 
 
-def test_states_stacked_along_another_axis_are_refused():
+@pytest.mark.parametrize("axis", [0, 1])
+def test_init_state_stacks_along_the_axis_of_the_scan(axis):
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x):
-            axes = {"params": 0, te_flax.STATE_COLLECTION: 1}
-            run = nn.scan(lambda layer, x, _: (layer(x), None), axes, split_rngs={"params": True}, length=2)
+            axes = {"params": 0, STATE_COLLECTION: axis}
+            run = nn.scan(lambda layer, x, _: (layer(x), None), axes, split_rngs={"params": True}, length=LENGTH)
             return run(te_flax.DenseGeneral(32), x, None)[0]
 
-    x = jnp.ones((4, 32))
-    with te.autocast(True):
-        params = {"params": Stack().init(jax.random.key(0), x)["params"]}
-        with pytest.raises(
-            ValueError, match=r"expected f32\[.., 3, 2 \+ history\] with stacked layers along leading axes"
-        ):
-            te_flax.init_state(Stack(), params, x)
+    with te.autocast(True, DELAYED):
+        expected = Stack().init(jax.random.key(0), X)
+        made = te_flax.init_state(Stack(), {"params": expected["params"]}, X)
+        for got, wanted in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+            testing.assert_same_bytes(got, wanted)
+        testing.assert_same_bytes(Stack().apply(made, X), Stack().apply(expected, X))

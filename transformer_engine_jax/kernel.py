@@ -130,14 +130,15 @@ class Kernel:
                     "say how its shards are combined, or `whole`, that the axis is not sharded"
                 )
 
-    def of(self, tokens) -> Callable:
-        """The kernel; of so few tokens that a GPU's time is that of launches, its reference, which XLA fuses."""
-        return functools.partial(self._bind, bool(use_references.value) or few(tokens))
+    def for_tokens(self, tokens) -> Callable:
+        """The kernel; for so few tokens that a GPU's time is that of launches, its reference, which XLA fuses."""
+        return functools.partial(self._bind, "of few tokens XLA fuses references" if few(tokens) else "")
 
     def __call__(self, *operands, **attributes):
-        return self._bind(bool(use_references.value), *operands, **attributes)
+        return self._bind("", *operands, **attributes)
 
-    def _bind(self, reference: bool, /, *operands, **attributes):
+    def _bind(self, why_reference: str, /, *operands, **attributes):
+        reference = "references are asked for" if use_references.value else why_reference
         if not self.least_operands <= len(operands) <= len(self.operand_names):
             raise TypeError(f"{self.name} takes {self.operand_names}, got {len(operands)} operands")
         operands += (None,) * (len(self.operand_names) - len(operands))
@@ -176,7 +177,7 @@ class Call(NamedTuple):
     kernel: Kernel
     attributes: tuple[tuple[str, Any], ...]
     absent: tuple[bool, ...]
-    reference: bool
+    reference: str  # why it is compiled in the kernel's place; "" where it is not
 
     def fill(self, present: Sequence[Any]) -> list[Any]:
         """All operands in order, None for the absent ones."""

@@ -67,25 +67,23 @@ class QuantizerStates:
         """The state of each tensor, by its name; none for a recipe without a history."""
 
         def split(packed):
-            rows = [unpacked(packed[..., i, :]) for i in range(tensors)]
+            rows = [unpacked(packed[..., i, :]) for i in range(len(self.TENSORS))]
             return [QuantizerState(scale, history, uses) for scale, uses, history in rows]
 
         if self.packed is None:
             return {}
-        _, tensors, _ = self.layout
+        if jnp.ndim(self.packed) < 2 or jnp.shape(self.packed)[-2] != len(self.TENSORS):
+            raise ValueError(
+                f"{type(self).__name__}: expected f32[.., {len(self.TENSORS)}, 2 + history] with stacked layers along "
+                f"leading axes, as variable_axes={{..: 0}} has them, got {list(jnp.shape(self.packed))}"
+            )
         abstract = isinstance(self.packed, jax.ShapeDtypeStruct)  # of jax.eval_shape
         return dict(zip(self.TENSORS, jax.eval_shape(split, self.packed) if abstract else split(self.packed)))
 
     @property
     def layout(self) -> tuple[tuple[int, ...], int, int]:
         """(the axes of stacked layers, the number of tensors, the length of their histories)."""
-        shape = jnp.shape(self.packed)
-        if len(shape) < 2 or shape[-2] != len(self.TENSORS):
-            raise ValueError(
-                f"{type(self).__name__}: expected f32[.., {len(self.TENSORS)}, 2 + history] with stacked layers along "
-                f"leading axes, as variable_axes={{..: 0}} has them, got {list(shape)}"
-            )
-        *stacked, tensors, length = shape
+        *stacked, tensors, length = jnp.shape(self.packed)
         return tuple(stacked), tensors, length - 2
 
     @classmethod

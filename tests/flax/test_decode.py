@@ -324,3 +324,13 @@ def test_cross_attention_has_no_cache_of_keys():
     module = MultiHeadAttention(head_dim=4, num_attention_heads=HEADS, attn_mask_type="no_mask")
     variables = jax.eval_shape(partial(module.init, decode=True), jax.random.key(0), X, ENCODED)
     assert "cache" not in variables
+
+
+def test_inputs_that_jit_makes_two_of_do_not_pass_for_cross_attention():
+    module = MultiHeadAttention(head_dim=8, num_attention_heads=4, num_gqa_groups=2)
+    variables = module.init(jax.random.key(0), X, decode=True)
+    step = jax.jit(lambda v, q, kv: module.apply(v, q, kv, decode=True, mutable=["cache"]))
+    with pytest.raises(
+        ValueError, match="inputs_kv: expected none, or inputs_q itself, with a KV cache of self-attention"
+    ):
+        step(variables, X[:, :1], X[:, :1])

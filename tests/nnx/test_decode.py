@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import steps
 import twins
+from emulated import F32
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -86,3 +87,14 @@ def test_on_a_mesh_the_cache_is_sharded_as_the_keys_are(explicit):
         outs = [step(model, X[:, at : at + n]) for at, n in ((0, 5), (5, 1), (6, 2))]
         assert model.attention.cached_key.get_value().sharding.spec[:3] == ("data", None, "model")
     testing.assert_close(np.concatenate(jax.device_get(outs), axis=1), expected, 2 * emulated.F32)
+
+
+def test_a_call_that_was_refused_moves_nothing():
+    layer = twins.make(te_nnx.TransformerLayer, **LAYER)
+    expected = layer(X[:, :3])
+    layer.init_cache(X.shape)
+    with pytest.raises(ValueError, match="KV cache: key"):
+        layer(X[:1, :3], decode=True)
+    with pytest.raises(ValueError, match="longer|as long as the inputs it was made for"):
+        layer(jnp.concatenate([X, X], axis=1), decode=True)
+    testing.assert_close(layer(X[:, :3], decode=True), expected, F32)

@@ -81,6 +81,18 @@ TOLD = {
 }
 
 
+@pytest.mark.parametrize("rows", [S, 1])
+def test_a_chunk_as_long_as_the_cache(rows):
+    """Of what is told of all tokens it takes the rows of its own places, and what is past the end is NaN."""
+    key, query, bias = (jnp.asarray(x) for x in emulated.normal(6, (B, S, G, D), (B, S, H, D), (1, H, rows, S)))
+    options = Attention(0.2, causal=True)
+    whole = te.dot_product_attention(query, key, key, options=options, bias=bias)
+    late = jnp.concatenate([query[:, 5:], query[:, :5]], axis=1)
+    got = decode_attention(late, key, key, index=jnp.int32(5), options=options, bias=bias)
+    testing.assert_close(got[:, : S - 5], whole[:, 5:], F32)
+    assert np.isnan(got[:, S - 5 :]).all()
+
+
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("case", TOLD)
 @pytest.mark.parametrize("q_len", [1, 5])
@@ -116,6 +128,45 @@ def test_what_is_past_the_end_is_dropped(index, tokens):
             cached, np.concatenate([before[:, :index], added[:, :kept], before[:, index + kept :]], 1)
         )
     assert got.index == index + tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_negative_index_is_past_the_end(tokens):
+    key, query = (jnp.asarray(x) for x in emulated.normal(5, (B, S, G, D), (B, tokens, H, D)))
+    kept = KVCache(key, key, jnp.int32(-1)).append(*2 * [key[:, :tokens] + 1])
+    testing.assert_same_bytes(kept.key, key)
+    got = decode_attention(query, key, key, index=jnp.int32(-1), options=Attention(0.2, causal=True))
+    assert np.isnan(got).all()
+
+
+def test_places_of_rows_are_refused():
+    cache = KVCache(*2 * [jnp.zeros((2, 8, 1, 8))], jnp.arange(2))
+    with pytest.raises(
+        ValueError, match=r"KV cache: index: expected i32\[\], one place for all rows, got \[2\]; jax.vmap"
+    ):
+        cache.append(*2 * [jnp.zeros((2, 2, 1, 8))])
+    with pytest.raises(ValueError, match="one place for all rows"):
+        decode_attention(*3 * [jnp.zeros((2, 8, 1, 8))], index=jnp.arange(2), options=Attention(0.2, causal=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_cache_of_numpy(tokens):
+    cache, new = np.zeros((2, 8, 1, 8), np.float32), jnp.ones((2, tokens, 1, 8))
+    got = KVCache(cache, cache, np.int32(2)).append(new, new)
+    assert got.key.sum() == new.size and got.key[:, 2].all()
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_cache_sharded_by_tokens_is_not_gathered(explicit):
+    mesh = testing.mesh_of((2, 4), ("data", "model"), explicit=explicit)
+    tokens = P("data", None if explicit else "model", "model" if explicit else None)
+    cache, new = jnp.zeros((4, S, 4, 8), jnp.bfloat16), jnp.ones((4, 1, 4, 8), jnp.bfloat16)
+    with testing.on_mesh(mesh):
+        cache, new = testing.shard(mesh, (cache, new), (tokens, P("data", None, tokens[2])))
+        append = jax.jit(lambda cache, new: KVCache(cache, cache, jnp.int32(S - 1)).append(new, new).key)
+        assert "all-gather" not in append.lower(cache, new).compile().as_text()
+        got = jax.device_get(append(cache, new))
+    assert got[:, -1].all() and not got[:, :-1].any()
 
 
 def test_a_promise_of_descriptors_needs_their_alignment():

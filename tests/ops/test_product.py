@@ -178,7 +178,7 @@ ALONE = {
 @pytest.mark.parametrize("by_kernels", [False, True])
 def test_a_row_alone(case, by_kernels, monkeypatch):
     monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
-    monkeypatch.setattr(dense_module, "LEAST_OF_ONE_ROW", 64)
+    monkeypatch.setattr(dense_module, "LARGEST_FOR_TWO_ROWS", 64)
     x, kernel, k_axes, padded = ALONE[case]
     x, kernel, dy = emulated.normal(3, x, kernel, x[: len(x) - k_axes] + kernel[k_axes:])
     run = partial(dense, k_axes=k_axes, by_kernels=by_kernels)

@@ -135,6 +135,11 @@ class MultiHeadAttention(Fp8Module):
         inputs_kv = inputs_q if is_self else jnp.asarray(inputs_kv)
         check_ranks(inputs_q, inputs_kv)
         check_kind(self, is_self, self.variables.get("params", {}))
+        if decode and not is_self and self.has_variable("cache", "cached_key"):
+            raise ValueError(
+                "MultiHeadAttention: inputs_kv: expected none, or inputs_q itself, with a KV cache of self-attention, "
+                "got another array; leave it out, since nn.remat, nn.jit and jax.jit make two arrays of one"
+            )
         turns = rotations(self, rotary_pos_emb)
         others = mask, bias, sequence_descriptor, decode or None
         in_one = is_self and in_one_array(self, self._core_attention(parent=None).options(), inputs_q, turns, others)

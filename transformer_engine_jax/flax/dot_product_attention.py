@@ -178,9 +178,14 @@ class DotProductAttention(Fp8Module):
         given = next(
             (n for n, x in (("sequence_descriptor", sequence_descriptor), ("mask", mask)) if x is not None), None
         )
-        if "padding" in self.attn_mask_type and given is None and cache_index is None:
-            raise self._error(
-                f"attn_mask_type={self.attn_mask_type!r} needs mask=, True where masked out, or sequence_descriptor="
+        if "padding" in self.attn_mask_type and given is None:
+            kind = f"attn_mask_type={self.attn_mask_type!r}"
+            if cache_index is None:
+                raise self._error(f"{kind} needs mask=, True where masked out, or sequence_descriptor=")
+            warnings.warn(
+                f"{type(self).__name__}: {kind} without mask=: all tokens of the KV cache so far are seen; where rows "
+                "begin with padding, give the mask in each call",
+                stacklevel=level_of_user(),
             )
         if "padding" not in self.attn_mask_type and given is not None:
             warnings.warn(

@@ -47,8 +47,9 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         kept = type(state).of(kept)
         if isinstance(kept, type(state)) and jnp.shape(kept.packed) == state.packed.shape:
             return kept
-        stacked, _, length = state.layout  # of the recipe in force there, which the model may have set itself
-        return state.create(DelayedScaling(amax_history_len=length), stacked)
+        length = state.packed.shape[-1] - 2  # of the recipe in force there, which the model may have set itself
+        one = state.create(DelayedScaling(amax_history_len=length)).packed[0]
+        return type(state)(jnp.broadcast_to(one, state.packed.shape))  # whichever axis a scan stacks layers along
 
     is_state = lambda x: isinstance(x, QuantizerStates)
     state = _merged(old, jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=is_state))

@@ -182,13 +182,15 @@ class MultiHeadAttention(Fp8Module):
             *results, sequence_descriptor=sequence_descriptor, bias=bias, mask=mask, deterministic=deterministic,
             cache_index=start if is_self else None, attn_mask_type=mask_type, qkv_layout="bs3hd" if in_one else None,
         )  # fmt: skip
+        if start is not None:  # a call that was refused has moved nothing
+            self.cache_index.set_value(start + context.shape[1])
         out = self.out(heads_joined(self, context), past if residual is True else None)
         out = constrain(checkpoint_name(out, "out_proj"), axes_of(self, between=True))
         return residual(out, past) if callable(residual) else out, normed
 
     def _turned(self, query, key, value, is_self: bool, turns, decode: bool, sequences):
         """([query, key, value] turned and normed, in decoding those of the cache; the first token's place in it)."""
-        start = self._advance(query.shape[1]) if decode and (is_self or turns[0] is not None) else None
+        start = self._place() if decode and (is_self or turns[0] is not None) else None
         at_q, at_k = positions(query, key, start, sequences, own_order(self, is_self))
         query = normed_and_turned(self, self.query_norm, query, turns[0], at_q)
         key = normed_and_turned(self, self.key_norm, key, turns[1], at_k if is_self or start is None else None)
@@ -199,16 +201,14 @@ class MultiHeadAttention(Fp8Module):
             self.cached_value.set_value(value)
         return [query, key, value], start
 
-    def _advance(self, tokens: int) -> jax.Array:
-        """The place in the cache of the first of these tokens, which are counted."""
+    def _place(self) -> jax.Array:
+        """The place in the cache of the next token."""
         if self.cache_index is None:
             raise ValueError(
                 "MultiHeadAttention: decode=True needs a KV cache; call init_cache(input_shape), of the greatest "
                 "length, before the first token"
             )
-        start = self.cache_index.get_value()
-        self.cache_index.set_value(start + tokens)
-        return start
+        return self.cache_index.get_value()
 
     def _project(self, inputs_q, inputs_kv, residual: Residual, split: bool):
         """As modules.attention.project."""

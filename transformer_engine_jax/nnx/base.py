@@ -34,19 +34,19 @@ SUFFIX = "_main_grad"  # of the attribute beside a kernel, see te_nnx.main_grads
 
 def module(cls: type) -> type:
     """A module as a dataclass whose fields become attributes; compared and shown as NNX does. Calls bear its name, and
-    fields are checked before its own __post_init__."""
+    fields are checked before __post_init__."""
     if "__call__" in vars(cls):
         cls.__call__ = _under_its_name(cls.__call__)
-    if "__post_init__" in vars(cls):
-        cls.__post_init__ = _with_checked_fields(cls.__post_init__)
+    if "__post_init__" in vars(cls) or not hasattr(cls, "__post_init__"):
+        cls.__post_init__ = _with_checked_fields(getattr(cls, "__post_init__", lambda self: None))
     return dataclasses.dataclass(eq=False, repr=False)(cls)
 
 
 def _with_checked_fields(post_init: Callable) -> Callable:
     @wraps(post_init)
-    def run(self, *args):
+    def run(self, *args, **kwargs):
         _check_and_freeze_fields(self)
-        post_init(self, *args)
+        post_init(self, *args, **kwargs)
 
     return run
 

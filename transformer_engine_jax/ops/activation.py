@@ -339,7 +339,7 @@ def _biased(z, bias):
 
 def _activation_forward(fused: Fused, z, bias):
     # z's last use is the backward pass, which writes its gradient there.
-    y, z = all_at_once(activation_fwd.of(math.prod(z.shape[:-2]))(z, None, bias, **fused._asdict()).y, z)
+    y, z = all_at_once(activation_fwd.for_tokens(math.prod(z.shape[:-2]))(z, None, bias, **fused._asdict()).y, z)
     return y, (after(z, y), bias)
 
 

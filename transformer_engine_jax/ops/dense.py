@@ -45,9 +45,9 @@ from transformer_engine_jax.sharding import (
     tensor_parallel,
 )
 
-# Of one row and a kernel of up to 10 million numbers XLA stores each product of two, and then adds them up; of two rows
-# it does not, and makes one product of those that read one input, here one of queries, keys and values.
-LEAST_OF_ONE_ROW = 2**25
+# Up to here a row alone gets a second one, of zeros: of one row and up to 10 million numbers XLA stores each product of
+# two, and then adds them up; and of two it joins products that read one input, such as queries, keys and values.
+LARGEST_FOR_TWO_ROWS = 2**25
 
 
 class Dense(NamedTuple):
@@ -279,7 +279,7 @@ _fp8_dense = differentiable(_forward, _backward, gives="product")
 
 def _with_bias(y, bias) -> jax.Array:
     """y[m.., n..] + bias[n..], whose gradient is summed in f32: of 16 bits XLA sums it in 16 on CPUs."""
-    wide = jnp.promote_types(y.dtype, jnp.float32)
+    wide = jnp.float32 if y.dtype.itemsize < 4 else y.dtype
     return (y.astype(wide) + jnp.expand_dims(bias.astype(wide), range(y.ndim - bias.ndim))).astype(y.dtype)
 
 
@@ -300,7 +300,8 @@ def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
 def _product(x, kernel, k_axes: int, dtype, sharding: NamedSharding | None) -> jax.Array:
     """x[m.., k..] kernel[k.., n..] by XLA."""
     rows = x.ndim - k_axes
-    alone = rows > 0 and few(1) and math.prod(x.shape[:rows]) == 1 and kernel.size < LEAST_OF_ONE_ROW
+    fits = isinstance(kernel.size, int) and kernel.size <= LARGEST_FOR_TWO_ROWS
+    alone = rows > 0 and few(1) and math.prod(x.shape[:rows]) == 1 and fits
     if alone:
         x = jnp.pad(x, [(0, int(axis == rows - 1)) for axis in range(x.ndim)])
     contract = tuple(range(rows, x.ndim)), tuple(range(k_axes))

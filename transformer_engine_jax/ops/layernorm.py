@@ -244,10 +244,10 @@ class NormSaved(NamedTuple):
 def norm_kernel(
     static: Norm, x, gamma, beta, scale, mean=None, rstd=None, *, tokens=None, **wanted
 ) -> LayerNormFwd | RmsNormFwd:
-    """layernorm_fwd, or rmsnorm_fwd where beta is None; tokens: as of Kernel.of."""
+    """layernorm_fwd, or rmsnorm_fwd where beta is None; tokens: as of Kernel.for_tokens."""
     if beta is None:
-        return rmsnorm_fwd.of(tokens)(x, gamma, scale, rstd, **static._asdict(), **wanted)
-    return layernorm_fwd.of(tokens)(x, gamma, beta, scale, mean, rstd, **static._asdict(), **wanted)
+        return rmsnorm_fwd.for_tokens(tokens)(x, gamma, scale, rstd, **static._asdict(), **wanted)
+    return layernorm_fwd.for_tokens(tokens)(x, gamma, beta, scale, mean, rstd, **static._asdict(), **wanted)
 
 
 def statistics(out: LayerNormFwd | RmsNormFwd) -> tuple[jax.Array | None, jax.Array | None]:

@@ -164,7 +164,7 @@ def _rope_forward(rotation: Rotation, x, frequencies, positions):
     if x.ndim == 5:
         y = rope_rotate_qkv(x, frequencies, positions, **rotation._asdict())
     else:
-        y = rope_rotate.of(math.prod(x.shape[:2]))(x, frequencies, positions, **rotation._asdict())
+        y = rope_rotate.for_tokens(math.prod(x.shape[:2]))(x, frequencies, positions, **rotation._asdict())
     return y, (y, frequencies, positions)
 
 

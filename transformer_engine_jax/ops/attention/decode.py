@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from transformer_engine_jax.decisions import platform
+from transformer_engine_jax.decisions import platform, shards
 from transformer_engine_jax.ops.attention.backends import attention_backend
 from transformer_engine_jax.ops.attention.op import check_broadcast, dot_product_attention
 from transformer_engine_jax.ops.attention.options import Attention
@@ -29,32 +29,44 @@ class KVCache(NamedTuple):
     index: jax.Array
 
     def append(self, key, value) -> KVCache:
-        """The cache with the next tokens' key [B, Q, G, D] and value written; what is past its end is dropped.
+        """The cache with the next tokens' key [B, Q, G, D] and value written; dropped is what is past its end, and all
+        of a negative index.
 
         Raises:
-          ValueError: batch, groups or head size are not the cache's, or there are more tokens than it holds.
+          ValueError: batch, groups or head size are not the cache's, there are more tokens than it holds, or places.
         """
         for name, new, cached in (("key", key, self.key), ("value", value, self.value)):
             batch, length, *heads = cached.shape
             if new.ndim != 4 or (new.shape[0], *new.shape[2:]) != (batch, *heads) or new.shape[1] > length:
                 raise ValueError(
                     f"KV cache: {name}: expected [{batch}, 1 to {length} tokens, {', '.join(map(str, heads))}], "
-                    f"got {list(new.shape)}"
+                    f"got {list(new.shape)}; the cache is as long as the inputs it was made for, by init or init_cache"
                 )
-        places = self.index + jnp.arange(key.shape[1], dtype=jnp.int32)
+        _check_index(self.index)
 
         def written(cached, new):
+            cached = jnp.asarray(cached)
             own, length = jax.typeof(new).sharding, cached.shape[1]
             if own.mesh.explicit_axes and jax.typeof(cached).sharding.mesh.empty:  # nobody has put it there
                 cached = jax.sharding.reshard(cached, own.update(spec=P(own.spec[0], None, *own.spec[2:])))
             new = sharded_as(new.astype(cached.dtype), cached)
-            if new.shape[1] == 1:  # in one kernel, where a scatter takes three
+            whole = shards(cached) == 1 and not any(jax.typeof(cached).sharding.spec[1:2])
+            if new.shape[1] == 1 and whole:  # in one kernel, where a scatter takes three; shards would be gathered
                 old = jax.lax.dynamic_slice_in_dim(cached, self.index, 1, axis=1)
-                new = jnp.where(self.index < length, new, old)
+                new = jnp.where((0 <= self.index) & (self.index < length), new, old)
                 return jax.lax.dynamic_update_slice_in_dim(cached, new, self.index, axis=1)
+            places = jnp.where(self.index < 0, length, self.index + jnp.arange(new.shape[1], dtype=jnp.int32))
             return cached.at[:, places].set(new, mode="drop", indices_are_sorted=True, unique_indices=True)
 
         return KVCache(written(self.key, key), written(self.value, value), self.index + key.shape[1])
+
+
+def _check_index(index) -> None:
+    if jnp.shape(index) != ():
+        raise ValueError(
+            f"KV cache: index: expected i32[], one place for all rows, got {list(jnp.shape(index))}; jax.vmap over "
+            "rows gives them places of their own"
+        )
 
 
 def decode_attention(
@@ -72,9 +84,10 @@ def decode_attention(
       quantizers: as of dot_product_attention; their states are kept, as attention over a cache is never in FP8.
 
     Returns:
-      [B, Q, H, Dv] in query's dtype; NaN for queries past the end of the cache.
+      [B, Q, H, Dv] in query's dtype; NaN for queries past the end of the cache, and for all of a negative index.
     """
     options.check()
+    _check_index(index)
     q_len, k_len = query.shape[1], key.shape[1]
     whole = mask is None and bias is None and dropout_key is None
     lengths = _as_lengths(options, index, query, key, value) if whole else None
@@ -122,12 +135,12 @@ def _so_far(index, query, key) -> SequenceDescriptor:
 
 
 def _without_end(x, index, k_len: int) -> jax.Array:
-    """x [B, Q, ..], NaN for queries past the end of the cache."""
+    """x [B, Q, ..], NaN for queries past the end of the cache, and for all of a negative index."""
     rows = index + jnp.arange(x.shape[1], dtype=jnp.int32)
-    return jnp.where((rows < k_len)[None, :, None, None], x, jnp.nan)
+    return jnp.where(((index >= 0) & (rows < k_len))[None, :, None, None], x, jnp.nan)
 
 
 def _rows_of(x, rows, k_len: int):
     """Of a mask or bias [.., S, S] over the whole cache, the rows of the queries; others as they are."""
-    whole = x is not None and jnp.ndim(x) == 4 and x.shape[2] == k_len and len(rows) != k_len
+    whole = x is not None and jnp.ndim(x) == 4 and x.shape[2] == k_len
     return jnp.take(x, rows, axis=2, mode="clip") if whole else x
