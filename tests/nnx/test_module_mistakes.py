@@ -1,5 +1,7 @@
 """Mistakes in NNX modules are told by name: in their fields, and in what they are called with."""
 
+from typing import Any
+
 import emulated
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from flax import nnx
 
 import transformer_engine_jax.nnx as te_nnx
+from transformer_engine_jax.nnx.base import Fp8Module, module
 
 B, S, K, H, D = 4, 16, 32, 4, 8
 X, Y = (jnp.asarray(a) for a in emulated.normal(5, (B, S, K), (B, 8, 24)))
@@ -120,3 +123,18 @@ def test_variables_go_into_a_dictionary_of_modules_too():
 def test_a_layer_takes_what_arrays_are_made_of():
     layer = te_nnx.TransformerLayer(**LAYER, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(layer(np.asarray(X).tolist()), layer(X))
+
+
+def test_modules_check_their_fields_without_a_call_of_their_own():
+    @module
+    class Mine(Fp8Module):
+        dtype: Any = jnp.float32
+        sizes: Any = ()
+
+    class Derived(Mine):
+        def __post_init__(self, **fields):
+            super().__post_init__(**fields)
+
+    assert Mine(sizes=[1, 2]).sizes == Derived(sizes=[1, 2]).sizes == (1, 2)
+    with pytest.raises(ValueError, match="dtype: expected"):
+        Mine(dtype=jnp.int32)

@@ -116,9 +116,15 @@ def test_where_cudnn_is_told_lengths(case, devices, q_len, monkeypatch):
         assert not [e for e in jaxpr.eqns if e.outvars[0].aval.shape == key.shape]
 
 
+@pytest.fixture(params=[1, 8])
+def devices(request, monkeypatch):
+    """Over how many a cache may be sharded: a token is written another way where it is not."""
+    monkeypatch.setattr(decode, "shards", lambda x: request.param)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("index", [0, 5, S - 2, S - 1, S, S + 4])
-def test_what_is_past_the_end_is_dropped(index, tokens):
+def test_what_is_past_the_end_is_dropped(index, tokens, devices):
     shapes = [(B, n, G, d) for n in (S, tokens) for d in (D, 8)]
     key, value, *new = (jnp.asarray(x) for x in emulated.normal(4, *shapes))
     got = jax.jit(KVCache.append)(KVCache(key, value, jnp.int32(index)), *new)
@@ -131,7 +137,7 @@ def test_what_is_past_the_end_is_dropped(index, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_a_negative_index_is_past_the_end(tokens):
+def test_a_negative_index_is_past_the_end(tokens, devices):
     key, query = (jnp.asarray(x) for x in emulated.normal(5, (B, S, G, D), (B, tokens, H, D)))
     kept = KVCache(key, key, jnp.int32(-1)).append(*2 * [key[:, :tokens] + 1])
     testing.assert_same_bytes(kept.key, key)
@@ -163,9 +169,9 @@ def test_a_cache_sharded_by_tokens_is_not_gathered(explicit):
     cache, new = jnp.zeros((4, S, 4, 8), jnp.bfloat16), jnp.ones((4, 1, 4, 8), jnp.bfloat16)
     with testing.on_mesh(mesh):
         cache, new = testing.shard(mesh, (cache, new), (tokens, P("data", None, tokens[2])))
-        append = jax.jit(lambda cache, new: KVCache(cache, cache, jnp.int32(S - 1)).append(new, new).key)
-        assert "all-gather" not in append.lower(cache, new).compile().as_text()
-        got = jax.device_get(append(cache, new))
+        append = jax.jit(lambda cache, new, index: KVCache(cache, cache, index).append(new, new).key)
+        assert "all-gather" not in append.lower(cache, new, jnp.int32(S - 1)).compile().as_text()
+        got = jax.device_get(append(cache, new, jnp.int32(S - 1)))
     assert got[:, -1].all() and not got[:, :-1].any()
 
 

@@ -190,6 +190,20 @@ def test_a_row_alone(case, by_kernels, monkeypatch):
     testing.assert_close((y, *vjp(jnp.asarray(dy))), (np.tensordot(x, kernel, k_axes), dx, dkernel), F32)
 
 
+def test_a_row_alone_and_a_kernel_of_unknown_size(monkeypatch):
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
+    (n,) = jax.export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((1, 8), jnp.float32), jax.ShapeDtypeStruct((8, n), jnp.float32)
+    read = jax.export.export(jax.jit(dense))(*shapes)
+    testing.assert_close(read.call(jnp.ones((1, 8)), jnp.ones((8, 5))), jnp.full((1, 5), 8.0), F32)
+
+
+def test_explain_says_why_few_tokens_run_in_plain_jax(monkeypatch):
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
+    rows = te.explain(te.rmsnorm, jnp.ones((3, 8)), jnp.ones(8)).rows
+    assert [row.runs for row in rows] == ["plain JAX: of few tokens XLA fuses references"]
+
+
 if jax.default_backend() == "gpu":  # elsewhere there is no handler that would mind
 
     def test_fp8_operands_lie_one_way():
