@@ -211,3 +211,16 @@ def test_a_state_that_is_left_out_of_the_gradient_is_told_of(jit, rec):
         with pytest.warns(RuntimeWarning, match="a kernel's gradient is taken and its state's is not") as warned:
             jit(jax.grad(loss))(KERNEL, state)
         assert {w.filename for w in warned} == {__file__}, "where the user's code is"
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_so_is_one_that_gradients_pass_by(jit):
+    """Of what comes before a frozen kernel, as LoRA's branches or prompts."""
+    state = te.GemmState.create(DELAYED)
+    loss = lambda x, state: jnp.sum(te.dense(x, KERNEL, quantizers=te.gemm_quantizers(state, DELAYED)) ** 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jit(jax.grad(loss, argnums=(0, 1)))(X, state)
+        jit(jax.grad(loss, argnums=1))(X, state)
+    with pytest.warns(RuntimeWarning, match="a gradient is taken through a product and its state's is not"):
+        jit(jax.grad(loss))(X, state)

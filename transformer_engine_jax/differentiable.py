@@ -83,19 +83,3 @@ def _resharded(cotangent, sharding):
     if cotangent is None or sharding is None or sharding.mesh.empty or jax.typeof(cotangent).sharding == sharding:
         return cotangent
     return jax.sharding.reshard(cotangent, sharding)
-
-
-def _in_order_forward(_, *values):
-    return values, None
-
-
-def _in_order_backward(_, residuals, cotangents):
-    return all_at_once(*cotangents)
-
-
-_in_order = differentiable(_in_order_forward, _in_order_backward)
-
-
-def gradients_at_once(*values: Any) -> tuple[Any, ...]:
-    """The values, none of whose gradients is used before all are there; see all_at_once. Only of arrays."""
-    return _in_order(None, *values) if all(map(is_array, values)) else values

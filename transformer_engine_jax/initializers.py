@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-default_kernel_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+_lecun_normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+def default_kernel_init(key, shape, dtype=jnp.float32) -> jax.Array:
+    """LeCun's truncated normal of variance 1 / fan_in, drawn in f32 at least.
+
+    JAX draws 128 values in 16 bits, with a mean of 2 % of their deviation. A product of 4096 terms adds that up to more
+    than all else that it does to inputs of one sign, and FP8 rounds so few values all one way.
+    """
+    return _lecun_normal(key, shape, jnp.promote_types(dtype, jnp.float32)).astype(dtype)
 
 
 def flat_kernel_init(init: Callable, k_axes: int, scales: Sequence[float] | None = None) -> Callable:

@@ -330,7 +330,8 @@ def _no_second_derivative(primals, tangents, *, call: Call):
     raise NotImplementedError(
         f"{name}: expected to be differentiated inside an op, once and in reverse mode (jax.grad, "
         "jax.vjp): a kernel of transformer_engine_jax has no derivative of its own, and ops have neither tangents nor "
-        f"second derivatives{instead}"
+        f"second derivatives{instead}. Where a gradient inside of a loss is not to be differentiated itself, put "
+        "jax.lax.stop_gradient on all that it is computed from, parameters and state too, before it is"
     )
 
 

@@ -12,7 +12,7 @@ from emulated import F32
 from steps import DELAYED
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.flax import DenseGeneral
+from transformer_engine_jax.flax import DenseGeneral, LayerNormDenseGeneral, LayerNormMLP
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 64)))
 X4 = X.reshape(4, 8, 4, 16)
@@ -34,6 +34,23 @@ def test_low_rank_adaptation_adds_a_b(alpha):
         return emulated.dense(x, p["kernel"], p["bias"], k_axes=2) + low * (1.0 if alpha is None else alpha / 4)
 
     testing.assert_close(steps.step(module.apply, variables, x), steps.step(plain, variables, x), F32)
+
+
+@pytest.mark.parametrize(
+    "module, names",
+    [
+        (DenseGeneral(features=8), "'lora_a_kernel', 'lora_b_kernel'"),
+        (LayerNormDenseGeneral(features=8), "'lora_a_kernel', 'lora_b_kernel'"),
+        (
+            LayerNormMLP(intermediate_dim=8),
+            "'wi_lora_a_kernel', 'wi_lora_b_kernel', 'wo_lora_a_kernel', 'wo_lora_b_kernel'",
+        ),
+    ],
+)
+def test_branches_are_not_dropped(module, names):
+    trained = module.clone(**LORA).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=rf"expected no parameters \[{names}\] with enable_low_rank_adaptation=False"):
+        module.apply(trained, X)
 
 
 def plain_lora(variables, x, roundings=None):

@@ -123,6 +123,25 @@ def test_initialisers_are_those_of_exactly_their_parameters(case):
     assert_starts_at(found, expected)
 
 
+@pytest.mark.parametrize("name", ["DenseGeneral", "TransformerLayer"])
+@pytest.mark.parametrize("api", [te_flax, te_nnx])
+def test_kernels_of_16_bits_are_those_of_f32_rounded(api, name):
+    """Drawn in 16 bits they would be JAX's 128 values, whose mean is 2 % of their deviation."""
+
+    def drawn(dtype):
+        fields = {**BASE[name], **(dict(enable_relative_embedding=False) if name == "TransformerLayer" else {})}
+        if api is te_flax:
+            args, call = arguments(name, fields)
+            return te_flax.__dict__[name](**fields, dtype=dtype).init(jax.random.key(0), *args, **call)["params"]
+        inputs = (SIZE,) if name == "DenseGeneral" else ()
+        module = te_nnx.__dict__[name](*inputs, **fields, dtype=dtype, rngs=nnx.Rngs(0))
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+    half, single = (nn.unbox(drawn(dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    # Kernels that are stacked are multiplied by their scale, which is rounded too, and rounded once more.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=3 * 2**-8), half, single)
+
+
 def test_initialisers_of_boxes_say_whose_the_axes_are():
     """The module's, where it names them; else Flax's boxes and NNX's metadata stay, as in Flax's own layers."""
     x, normal, key = jnp.ones((2, 8, 64)), nn.initializers.lecun_normal(), jax.random.key(0)

@@ -64,16 +64,17 @@ class _Dense(Fp8Module):
 
     @property
     def _adapt(self) -> Callable | None:
+        if not self.enable_low_rank_adaptation:
+            return self.check_absent("enable_low_rank_adaptation", "lora_a_kernel", "lora_b_kernel")
         features = canonical_tuple(self.features)
-        adapt = lambda x, k_axes: self.low_rank(x, k_axes, features, self.param_dtype or self.dtype)
-        return adapt if self.enable_low_rank_adaptation else None
+        return lambda x, k_axes: self.low_rank(x, k_axes, features, self.param_dtype or self.dtype)
 
 
 class DenseGeneral(_Dense):
     """x contracted with `kernel`, plus `bias`; its GEMMs run in FP8 under fp8_autocast.
 
     features: sizes of the output axes. axis: the contracted axes of x. kernel_init: None means variance_scaling(1.0,
-    "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is given, of the computation.
+    "fan_in", "truncated_normal") in f32. dtype: of the parameters; or, where param_dtype is given, of the computation.
     input_axes, output_axes: logical axes of x and of y; kernel_axes, bias_axes: of the parameters, one for each of
     their axes. return_bias: return (y, bias) with the bias not added.
     low_rank_adaptation_*: LoRA beside the kernel, times alpha / dim (1 where alpha is None). parameters_split: names,

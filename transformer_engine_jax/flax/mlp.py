@@ -91,7 +91,10 @@ class LayerNormMLP(Fp8Module):
         def adapt(i: int, x: jax.Array) -> jax.Array:
             return self.low_rank(x, 1, parameters.kernels[i].shape[1:], self.dtype, ("wi_", "wo_")[i])
 
-        return run_mlp(self, x, parameters, residual, drop_some, adapt if self.enable_low_rank_adaptation else None)
+        if not self.enable_low_rank_adaptation:
+            of_lora = [f"{prefix}lora_{which}_kernel" for prefix in ("wi_", "wo_") for which in "ab"]
+            adapt = self.check_absent("enable_low_rank_adaptation", *of_lora)
+        return run_mlp(self, x, parameters, residual, drop_some, adapt)
 
     def _make_parameters(self, hidden: int, count: int) -> MlpParameters:
         norm = self.make_norm(hidden, self.dtype)

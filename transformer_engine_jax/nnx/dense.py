@@ -94,11 +94,11 @@ class DenseGeneral(_Dense):
     """x contracted with `kernel`, plus `bias`; its GEMMs run in FP8 under fp8_autocast.
 
     in_features, features: sizes of the contracted and of the output axes. axis: the contracted axes of x. kernel_init:
-    None means variance_scaling(1.0, "fan_in", "truncated_normal"). dtype: of the parameters; or, where param_dtype is
-    given, of the computation. input_axes, output_axes: logical axes of x and of y. return_bias: return (y, bias) with
-    the bias not added. low_rank_adaptation_*: LoRA, times alpha / dim (1 where alpha is None). parameters_split:
-    names, or names and sizes, of slices of the first output axis that are parameters of their own, `<name>_kernel` and
-    `<name>_bias`; they are one product.
+    None means variance_scaling(1.0, "fan_in", "truncated_normal") in f32. dtype: of the parameters; or, where
+    param_dtype is given, of the computation. input_axes, output_axes: logical axes of x and of y. return_bias: return
+    (y, bias) with the bias not added. low_rank_adaptation_*: LoRA, times alpha / dim (1 where alpha is None).
+    parameters_split: names, or names and sizes, of slices of the first output axis that are parameters of their own,
+    `<name>_kernel` and `<name>_bias`; they are one product.
     quantization_checkpoint_name: the name of what is quantized for checkpoint policies.
     """
 

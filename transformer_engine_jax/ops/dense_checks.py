@@ -45,23 +45,26 @@ def check_dense(op: str, x, kernel, bias, k_axes: int, quantizers: GemmQuantizer
             f"{op}: bias: expected the shape {kernel.shape[k_axes:]} of the kernel's outputs, got {bias.shape}"
         )
     if quantizers is not None and quantizers.x.observed is not None:
-        _check_differentiated(kernel, quantizers.x.observed)
+        _check_differentiated(x, kernel, quantizers.x.observed)
 
 
-def _check_differentiated(kernel, of_state) -> None:
-    """A warning where JAX takes the gradient of a kernel but not of its state, which then stays as it is.
+def _check_differentiated(x, kernel, of_state) -> None:
+    """A warning where JAX takes a gradient through a product but not that of its state, which then stays as it is.
 
     As far as it can be seen: not through a function that is jitted, rematerialised or scanned inside of the gradient.
     """
-    takes_gradient = isinstance(kernel, jax.core.Tracer) and type(kernel).__name__ in ("LinearizeTracer", "JVPTracer")
-    if takes_gradient and getattr(of_state, "_trace", None) is not kernel._trace:
-        warnings.warn(
-            "FP8: a kernel's gradient is taken and its state's is not, so the state stays as it is, and so do its "
-            "scales. Its next value is its gradient: differentiate with respect to all variables, params and "
-            "_overwrite_with_gradient, or in NNX by argnums=nnx.DiffState(0, te_nnx.TRAINED) and te_nnx.update_state",
-            RuntimeWarning,
-            stacklevel=level_of_user(),
-        )
+    for array, what in ((kernel, "a kernel's gradient is taken"), (x, "a gradient is taken through a product")):
+        takes_gradient = isinstance(array, jax.core.Tracer) and type(array).__name__ in ("LinearizeTracer", "JVPTracer")
+        if takes_gradient and getattr(of_state, "_trace", None) is not array._trace:
+            warnings.warn(
+                f"FP8: {what} and its state's is not, so the state stays as it is, and so do its "
+                "scales. Its next value is its gradient: differentiate with respect to all variables, params and "
+                "_overwrite_with_gradient, or in NNX by argnums=nnx.DiffState(0, te_nnx.TRAINED) and "
+                "te_nnx.update_state; also where kernels are frozen, unless the state has been trained and is to stay",
+                RuntimeWarning,
+                stacklevel=level_of_user(),
+            )
+            return
 
 
 def check_residual(op: str, residual, shape, dtype) -> None:

@@ -10,7 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from transformer_engine_jax.decisions import devices
-from transformer_engine_jax.differentiable import differentiable, gradients_at_once
+from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.activation import (
     Activations,
     Clamp,
@@ -231,8 +231,6 @@ def _layernorm_mlp(
         normed, past = norm_and_input(norm_options, x, gamma, beta, residual or return_input)
         normed = constrain(normed, axes_1)
         kernel_1 = kernels[0]
-        if fused is not None:  # plain JAX has tangents and second derivatives, which gradients_at_once has not
-            normed, kernel_1 = gradients_at_once(normed, kernel_1)
         # XLA can't fuse the first bias and its gradient into the activation's kernels: each would be a pass of its own
         # over z. So the kernels add the one and sum the other, and the z that names[0] names is without its bias.
         in_product, in_activation = (bias_1, None) if fused is None else (None, bias_1)
