@@ -19,10 +19,20 @@ LAYER = dict(hidden_size=16, mlp_hidden_size=32, num_attention_heads=2)
 LORA = dict(intermediate_dim=32, enable_low_rank_adaptation=True)
 
 
+class OfRates(nn.Module):
+    """Layers in a scan, each with a rate of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = lambda module, x, rate: (te_flax.TransformerLayer(**LAYER, drop_path=rate, parent=module)(x), None)
+        return nn.scan(layer, {"params": 0}, split_rngs={"params": True})(self, x, jnp.linspace(0, 0.2, 3))
+
+
 @pytest.mark.parametrize(
     "module, message",
     [
         (te_flax.TransformerLayer(**LAYER, hidden_dropout=None), r"hidden_dropout: expected a rate in .*, got None"),
+        (OfRates(), r"drop_path: expected a rate in .*, got .*float32"),
         (te_flax.TransformerLayer(**LAYER, hidden_dropout="0.1"), r"hidden_dropout: expected a rate in .*, got '0.1'"),
         (te_flax.LayerNormMLP(intermediate_dim=None), "intermediate_dim: expected a positive integer, got None"),
         (te_flax.LayerNormMLP(**LORA, low_rank_adaptation_dim=None), "adaptation_dim: expected a positive .*got None"),
@@ -175,7 +185,7 @@ def test_parameters_of_others_are_let_alone():
         params = variables["params"].get("inner", variables["params"])
         assert set(params) == {"kernel", "bias"}
         testing.assert_same_bytes(module.apply(variables, X), X @ params["kernel"])
-    others = {"adapter": jnp.ones(3), "lora_a_kernel": jnp.ones(3), "bias": None}
+    others = {"adapter": jnp.ones(3), "lora_kernel": jnp.ones(3), "bias": None}
     params = {"kernel": variables["params"]["kernel"], **others}
     got = te_flax.DenseGeneral(4, use_bias=False).apply({"params": params}, X)
     testing.assert_same_bytes(got, X @ params["kernel"])

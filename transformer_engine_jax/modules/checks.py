@@ -153,8 +153,8 @@ def is_number(value: Any) -> bool:
 
 
 def is_rate(value: Any) -> bool:
-    """Whether a field, respelled, is a dropout rate."""
-    return is_number(value) and 0.0 <= value < 1.0
+    """Whether a field, respelled, is a dropout rate, by which what is compiled depends."""
+    return isinstance(value, int | float) and 0.0 <= value < 1.0
 
 
 def check_rate(module: Any, field: str) -> None:
