@@ -7,6 +7,7 @@ partition.py plans meshes for it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -249,11 +250,14 @@ for _platform in ("cpu", "cuda"):
 mlir.register_lowering(kernel_p, functools.partial(_lower, platform="reference"))  # any other: plain JAX
 
 
-def _batch(present, dims, *, call: Call):
+def _batch(axis, present, dims, *, call: Call):
     """vmap, where the rule allows: one more leading axis of the leading group, or more of the leading axis.
 
     Elsewhere one call an example. An axis that may be sharded is one of independent examples, unless it has seeds.
     """
+    if all(d is None for d in dims):
+        out = kernel_p.bind(*present, call=call)
+        return out, [None] * len(out)
     size = next(x.shape[d] for x, d in zip(present, dims) if d is not None)
     group = call.kernel.operands[0][0] if call.kernel.operands[0] else ""
     names = [t for t, gone in zip(call.kernel.operands, call.absent) if not gone]
@@ -271,7 +275,7 @@ def _batch(present, dims, *, call: Call):
     folded = size and fits and all(t[:1] == [group] for t in batched) and _may_fold(call, group, present)
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(present, dims)]
     if not (one_call or folded):
-        out = _one_by_one(call, front, fixed=[d is None for d in dims])
+        out = _one_by_one(call, front, [d is None for d in dims], partition.names_of(axis.spmd_name))
         # All are equal. Not y[0]: examples may be sharded, or there may be none.
         one = lambda y: jnp.max(y, axis=0, initial=-jnp.inf if size else 0.0)
         return [one(y) if same else y for y, same in zip(out, shared)], [None if same else 0 for same in shared]
@@ -287,7 +291,7 @@ def _batch(present, dims, *, call: Call):
     return kernel_p.bind(*front, call=call), [None if same else n.index(f"{group}0") for n, same in zip(axes, shared)]
 
 
-batching.primitive_batchers[kernel_p] = _batch
+batching.fancy_primitive_batchers[kernel_p] = _batch
 
 
 def _may_fold(call: Call, axis: str, present: Sequence[Any]) -> bool:
@@ -298,10 +302,13 @@ def _may_fold(call: Call, axis: str, present: Sequence[Any]) -> bool:
     return not (axis in ("", *call.whole_letters) or is_group(axis) or seeded or explicit)
 
 
-def _one_by_one(call: Call, front: Sequence[jax.Array], fixed: Sequence[bool]) -> list[jax.Array]:
+def _one_by_one(
+    call: Call, front: Sequence[jax.Array], fixed: Sequence[bool], over: tuple[str, ...]
+) -> list[jax.Array]:
     """A call for each example, of arrays that have one of each in front, but for fixed ones.
 
-    Where explicit mesh axes shard the examples, each device has calls for its own.
+    Where explicit mesh axes shard the examples, or vmap's spmd_axis_name says that others do, `over`, each device has
+    calls for its own.
     """
 
     def each(*front):
@@ -314,13 +321,16 @@ def _one_by_one(call: Call, front: Sequence[jax.Array], fixed: Sequence[bool]) -
 
     shardings = [jax.typeof(x).sharding for x, f in zip(front, fixed) if not f]
     entries = [s.spec[0] for s in shardings if s.mesh.explicit_axes and s.spec[0] is not None]
-    if not entries:
+    mesh = next(iter(explicit_meshes(*front)), jax.sharding.get_abstract_mesh())
+    names = partition.names_of(entries[0]) if entries else over
+    size = next(x.shape[0] for x, f in zip(front, fixed) if not f)
+    named = size and over and {*over} <= {*mesh.auto_axes} and size % math.prod(mesh.shape[n] for n in over) == 0
+    if not (entries or named):
         return each(*front)
-    names = frozenset(partition.names_of(entries[0]))
-    specs = tuple(PartitionSpec() if f else PartitionSpec(entries[0]) for f in fixed)
-    front = [sharded_over(x, spec, names) for x, spec in zip(front, specs)]
-    over = dict(in_specs=specs, out_specs=PartitionSpec(entries[0]), axis_names=set(names), check_vma=False)
-    out = jax.jit(jax.shard_map(each, mesh=next(iter(explicit_meshes(*front))), **over))(*front)
+    specs = tuple(PartitionSpec() if f else PartitionSpec(names) for f in fixed)
+    front = [sharded_over(x, spec, frozenset(names)) for x, spec in zip(front, specs)]
+    options = dict(in_specs=specs, out_specs=PartitionSpec(names), axis_names={*names}, check_vma=False)
+    out = jax.jit(jax.shard_map(each, mesh=mesh, **options))(*front)
     return list(align(*out, *front)[: len(out)])
 
 

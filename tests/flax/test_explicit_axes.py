@@ -138,13 +138,18 @@ def test_dropout_of_whole_axes_is_flaxs_whatever_the_sharding(dims):
 
 @pytest.mark.parametrize("count, inside", [(4, True), (4, False), (8, False)])
 @pytest.mark.parametrize("rec", [None, recipe.DelayedScaling(), recipe.Float8CurrentScaling()])
-def test_experts_that_an_explicit_axis_shards(rec, count, inside):
-    """Devices compute with their own experts, as they are without a mesh; within each, tensors are parallel."""
+@pytest.mark.parametrize("explicit", [True, False])
+def test_experts_that_a_mesh_shards(explicit, rec, count, inside):
+    """Devices compute with their own experts, as they are without a mesh; within each, tensors are parallel.
+
+    On the compiler's axes vmap names the experts' one.
+    """
     one = te_flax.LayerNormMLP(intermediate_dim=32)
     mapped = dict(
         variable_axes={"params": 0, STATE_COLLECTION: 0},
         split_rngs={"params": True},
         metadata_params={nn.PARTITION_NAME: "experts"},
+        spmd_axis_name=None if explicit else "experts",
     )
     experts = nn.vmap(te_flax.LayerNormMLP, **mapped)(intermediate_dim=32)
     x = X.reshape(count, -1, 16, 64)
@@ -156,10 +161,11 @@ def test_experts_that_an_explicit_axis_shards(rec, count, inside):
 
     def gradients(variables, x):
         if inside:
-            return jax.vmap(jax.grad(of_each, argnums=(0, 1)))(variables, x)
+            one_by_one = jax.vmap(jax.grad(of_each, argnums=(0, 1)), spmd_axis_name=mapped["spmd_axis_name"])
+            return one_by_one(variables, x)
         return jax.grad(lambda *args: jnp.sum(jnp.sin(experts.apply(*args)[0])), argnums=(0, 1))(variables, x)
 
-    mesh = testing.mesh_of((4, 2), ("experts", "model"), explicit=True)
+    mesh = testing.mesh_of((4, 2), ("experts", "model"), explicit=explicit)
     with jax.default_device(mesh.devices.flat[0]), te.fp8_autocast(rec is not None, rec):
         expected = jax.device_get(jax.jit(gradients)(variables, x))
     resource = te.MeshResource(tp_resource="model")
