@@ -101,6 +101,13 @@ class QuantizerStates:
         """These with other states of some tensors."""
         return self.pack(**{**self.states(), **states})
 
+    def with_history(self, length: int):
+        """These with their newest amaxes, as many as `length`, after those that there are 0; and their scales."""
+        scale, uses, history = unpacked(jnp.asarray(self.packed))
+        from_newest = jnp.roll(history, -1, axis=-1)[..., :length]  # the newest is the second, the oldest the first
+        missing = [(0, 0)] * (history.ndim - 1) + [(0, length - from_newest.shape[-1])]
+        return type(self)(packed(scale, uses, jnp.roll(jnp.pad(from_newest, missing), 1, axis=-1)))
+
     def or_where_unused(self, old: Any):
         """These after a step, but `old` where no output of it depended on them: to JAX the gradient then is zero."""
         if type(old) is not type(self) or self.packed is None or jnp.shape(old.packed) != jnp.shape(self.packed):

@@ -12,7 +12,7 @@ from emulated import F32
 from steps import DELAYED
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.flax import DenseGeneral, LayerNormDenseGeneral, LayerNormMLP
+from transformer_engine_jax.flax import DenseGeneral, LayerNormDenseGeneral, LayerNormMLP, MultiHeadAttention
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 64)))
 X4 = X.reshape(4, 8, 4, 16)
@@ -50,6 +50,15 @@ def test_low_rank_adaptation_adds_a_b(alpha):
 def test_branches_are_not_dropped(module, names):
     trained = module.clone(**LORA).init(jax.random.key(0), X)
     with pytest.raises(ValueError, match=rf"expected no parameters \[{names}\] with enable_low_rank_adaptation=False"):
+        module.apply(trained, X)
+
+
+@pytest.mark.parametrize("fields", [{}, dict(num_gqa_groups=2), dict(fuse_qkv_params=False)])
+@pytest.mark.parametrize("scope", ["qkv_proj", "output_proj"])
+def test_nor_are_those_of_attention(scope, fields):
+    module = MultiHeadAttention(16, 4, **fields)
+    trained = module.clone(low_rank_adaptation_scope=scope).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="expected no parameters .'lora_a_kernel', 'lora_b_kernel'"):
         module.apply(trained, X)
 
 

@@ -137,7 +137,8 @@ def test_kernels_of_16_bits_are_those_of_f32_rounded(api, name):
         module = te_nnx.__dict__[name](*inputs, **fields, dtype=dtype, rngs=nnx.Rngs(0))
         return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
-    half, single = (nn.unbox(drawn(dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    with jax.numpy_dtype_promotion("strict"):
+        half, single = (nn.unbox(drawn(dtype)) for dtype in (jnp.bfloat16, jnp.float32))
     # Kernels that are stacked are multiplied by their scale, which is rounded too, and rounded once more.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=3 * 2**-8), half, single)
 

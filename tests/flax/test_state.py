@@ -224,11 +224,14 @@ def test_states_that_fit_are_kept_and_others_start_anew():
     assert made["other"] is given["other"] and float(lost.x.scale) != 1
     testing.assert_same_bytes({k: v for k, v in made[STATE_COLLECTION].items() if k != "gemm_2_state"}, state)
     testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_2_state"], te.GemmState.create(DELAYED))
-    longer = te.recipe.DelayedScaling(amax_history_len=7)
-    with steps.autocast(longer):
-        made = te_flax.init_state(MLP, settled, X, deterministic=True)
-        testing.assert_same_bytes(made[STATE_COLLECTION]["gemm_1_state"], te.GemmState.create(longer))
-        MLP.apply(made, X, deterministic=True)
+    for length in (7, 2, 1):
+        with steps.autocast(te.recipe.DelayedScaling(amax_history_len=length)):
+            made = te_flax.init_state(MLP, settled, X, deterministic=True)
+            MLP.apply(made, X, deterministic=True)
+        got, was = (v[STATE_COLLECTION]["gemm_1_state"].kernel for v in (made, settled))
+        assert (got.scale, got.uses) == (was.scale, was.uses)
+        newest = [*was.amax_history[1:], was.amax_history[0], *[0] * 3][:length]
+        assert [*got.amax_history] == ([newest[-1], *newest[:-1]])
     with steps.autocast(CURRENT):
         assert set(te_flax.init_state(MLP, {"params": settled["params"]}, X, deterministic=True)) == {"params"}
         made = te_flax.init_state(MLP, settled, X, deterministic=True)

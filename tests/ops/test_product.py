@@ -11,6 +11,7 @@ from emulated import F32
 
 import transformer_engine_jax as te
 from transformer_engine_jax import decisions, testing
+from transformer_engine_jax.ops import dense as dense_module
 from transformer_engine_jax.ops import product as module
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.gemm import gemm
@@ -152,32 +153,15 @@ def test_what_is_not_computed_here(monkeypatch):
     assert module.computes(x, kernel, 1)
     assert not module.computes(x.astype(jnp.float32), kernel, 1)
     assert not module.computes(x[:0], kernel, 1)
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 4)
+    assert module.computes(x.reshape(2, 2, 8), kernel, 1) and not module.computes(x[:3], kernel, 1)
+    assert not module.computes(x.reshape(2, 2, 8), kernel.reshape(2, 4, 4), 2)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not module.computes(x, kernel, 1)
     for size in (2, 1):  # the mesh in force counts, also where it is not of this machine's devices
         monkeypatch.setattr(jax, "device_count", lambda size=size: 3 - size)
         with jax.set_mesh(testing.mesh_of((size,), ("data",))):
             assert module.computes(x, kernel, 1) == (size == 1)
-
-
-@pytest.mark.parametrize("added", ["", "bias", "residual"])
-@pytest.mark.parametrize("tokens", [3, 4])
-def test_few_tokens_are_multiplied_by_xla_and_gradients_are_not(tokens, added, monkeypatch):
-    monkeypatch.setattr(decisions, "FEW_TOKENS", 4)
-    x, w, dy = emulated.normal(4, (tokens, 2, 32), (2, 32, 24), (tokens, 24))
-    x, w, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w) / 8, jnp.asarray(dy, jnp.bfloat16)
-    args = [x, w] + {"": [], "bias": [dy[0]], "residual": [dy]}[added]
-
-    def run(by_kernels, x, w, *others):
-        return dense(x, w, k_axes=2, by_kernels=by_kernels, **dict(zip([added], others)))
-
-    calls = lambda f: str(jax.make_jaxpr(f)(*args)).count("<kernel gemm:")
-    assert calls(partial(run, True)) == (tokens == 4)
-    assert calls(jax.grad(lambda *args: jnp.sum(run(True, *args)), (0, 1))) == 2 + (tokens == 4)
-    testing.check_op(
-        partial(run, True), partial(run, False), tuple(args),
-        value_bound=BOUND["bfloat16"], gradient_bound=BOUND["bfloat16"], key=jax.random.key(0),
-    )  # fmt: skip
 
 
 # x, kernel, contracted axes, whether a second row is added
@@ -194,7 +178,7 @@ ALONE = {
 @pytest.mark.parametrize("by_kernels", [False, True])
 def test_a_row_alone(case, by_kernels, monkeypatch):
     monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
-    monkeypatch.setattr(module, "LARGEST_FOR_TWO_ROWS", 64)
+    monkeypatch.setattr(dense_module, "LARGEST_FOR_TWO_ROWS", 64)
     x, kernel, k_axes, padded = ALONE[case]
     x, kernel, dy = emulated.normal(3, x, kernel, x[: len(x) - k_axes] + kernel[k_axes:])
     run = partial(dense, k_axes=k_axes, by_kernels=by_kernels)

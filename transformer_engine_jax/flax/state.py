@@ -22,7 +22,8 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
 
     Args:
       model: any Linen module.
-      variables: of the model, with or without FP8 state. What no recipe needs stays, as does state that fits.
+      variables: of the model, with or without FP8 state. What no recipe needs stays, as does state that fits, and of
+        one with another amax_history_len the scales and the newest amaxes.
       args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs. The call may
         write the state and what its `mutable` names; where it says nothing, all but "params" and "intermediates".
 
@@ -45,9 +46,9 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         for key in path:
             kept = kept.get(key.key, {}) if isinstance(kept, Mapping) else {}
         kept = type(state).of(kept)
-        if isinstance(kept, type(state)) and jnp.shape(kept.packed) == state.packed.shape:
-            return kept
         length = state.packed.shape[-1] - 2  # of the recipe in force there, which the model may have set itself
+        if isinstance(kept, type(state)) and jnp.shape(kept.packed)[:-1] == state.packed.shape[:-1]:
+            return kept if kept.layout == state.layout else kept.with_history(length)
         one = state.create(DelayedScaling(amax_history_len=length)).packed[0]
         return type(state)(jnp.broadcast_to(one, state.packed.shape))  # whichever axis a scan stacks layers along
 

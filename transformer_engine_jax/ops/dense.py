@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.decisions import devices
+from transformer_engine_jax.decisions import devices, few
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers, check_residual
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
-from transformer_engine_jax.ops.product import by_xla, computes, kernel_last, product, with_bias
+from transformer_engine_jax.ops.product import computes, kernel_last, product
 from transformer_engine_jax.ops.quantize import (
     FLOATS,
     Cast,
@@ -42,6 +44,10 @@ from transformer_engine_jax.sharding import (
     gathered_axis,
     tensor_parallel,
 )
+
+# Up to here a row alone gets a second one, of zeros: of one row and up to 10 million numbers XLA stores each product of
+# two, and then adds them up; and of two it joins products that read one input, such as queries, keys and values.
+LARGEST_FOR_TWO_ROWS = 2**25
 
 
 class Dense(NamedTuple):
@@ -271,6 +277,12 @@ def _backward(static: Dense, saved: Saved, dy):
 _fp8_dense = differentiable(_forward, _backward, gives="product")
 
 
+def _with_bias(y, bias) -> jax.Array:
+    """y[m.., n..] + bias[n..], whose gradient is summed in f32: of 16 bits XLA sums it in 16 on CPUs."""
+    wide = jnp.float32 if y.dtype.itemsize < 4 else y.dtype
+    return (y.astype(wide) + jnp.expand_dims(bias.astype(wide), range(y.ndim - bias.ndim))).astype(y.dtype)
+
+
 def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
     """On a mesh of explicit axes: the rows as x's, the columns as the kernel's, sums over shards done."""
     rows, columns = jax.typeof(x).sharding, jax.typeof(kernel).sharding
@@ -283,6 +295,18 @@ def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
         spec.append(entry if axes and not used.intersection(axes) else None)
         used.update(axes)
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _product(x, kernel, k_axes: int, dtype, sharding: NamedSharding | None) -> jax.Array:
+    """x[m.., k..] kernel[k.., n..] by XLA."""
+    rows = x.ndim - k_axes
+    fits = isinstance(kernel.size, int) and kernel.size <= LARGEST_FOR_TWO_ROWS
+    alone = rows > 0 and few(1) and math.prod(x.shape[:rows]) == 1 and fits
+    if alone:
+        x = jnp.pad(x, [(0, int(axis == rows - 1)) for axis in range(x.ndim)])
+    contract = tuple(range(rows, x.ndim)), tuple(range(k_axes))
+    y = jax.lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=dtype, out_sharding=sharding)
+    return jax.lax.slice_in_dim(y, 0, 1, axis=rows - 1) if alone else y
 
 
 def dense(
@@ -366,11 +390,11 @@ def _dense(
     if quantizers is not None:
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
     sharding = _product_sharding(x, kernel, k_axes)
-    y = by_xla(x, kernel.astype(x.dtype), k_axes, dtype, sharding)
+    y = _product(x, kernel.astype(x.dtype), k_axes, dtype, sharding)
     if bias is not None:
         if sharding is not None:
             bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))
-        y = with_bias(y, bias.astype(y.dtype))
+        y = _with_bias(y, bias.astype(y.dtype))
     if residual is not None:
         y = y + residual
     return y if quantizers is None else watch_gradient(y, quantizers.grad)

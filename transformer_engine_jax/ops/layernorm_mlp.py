@@ -230,12 +230,11 @@ def _layernorm_mlp(
         first, second = quantizers or (None, None)
         normed, past = norm_and_input(norm_options, x, gamma, beta, residual or return_input)
         normed = constrain(normed, axes_1)
-        kernel_1 = kernels[0]
         # XLA can't fuse the first bias and its gradient into the activation's kernels: each would be a pass of its own
         # over z. So the kernels add the one and sum the other, and the z that names[0] names is without its bias.
         in_product, in_activation = (bias_1, None) if fused is None else (None, bias_1)
         by_kernels = fused is not None
-        z = checkpoint_name(dense(normed, kernel_1, in_product, quantizers=first, by_kernels=by_kernels), names[0])
+        z = checkpoint_name(dense(normed, kernels[0], in_product, quantizers=first, by_kernels=by_kernels), names[0])
         a = activation(z, activations, activation_params, in_activation)
         added = past if residual else None
         y = dense(a, kernels[1], bias_2, quantizers=second, residual=added, by_kernels=by_kernels, input_axes=axes_2)

@@ -11,40 +11,17 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from transformer_engine_jax.decisions import devices, few, platform
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.order import all_at_once, in_scanned_layers
 
-# Up to here a row alone gets a second one, of zeros: of one row and up to 10 million numbers XLA stores each product of
-# two, and then adds them up; and of two it joins products that read one input, such as queries, keys and values.
-LARGEST_FOR_TWO_ROWS = 2**25
-
 
 def computes(x, kernel, k_axes: int) -> bool:
     """Whether it computes these: 16 bits, on one GPU; over several, XLA hides collectives behind its own products."""
     fits = x.dtype in (jnp.bfloat16, jnp.float16) and x.size > 0 and kernel.size > 0
-    return fits and platform() == "gpu" and devices() == 1
-
-
-def by_xla(x, kernel, k_axes: int, dtype, sharding: NamedSharding | None = None) -> jax.Array:
-    """x[m.., k..] kernel[k.., n..]."""
-    rows = x.ndim - k_axes
-    fits = isinstance(kernel.size, int) and kernel.size <= LARGEST_FOR_TWO_ROWS
-    alone = rows > 0 and few(1) and math.prod(x.shape[:rows]) == 1 and fits
-    if alone:
-        x = jnp.pad(x, [(0, int(axis == rows - 1)) for axis in range(x.ndim)])
-    contract = tuple(range(rows, x.ndim)), tuple(range(k_axes))
-    y = jax.lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=dtype, out_sharding=sharding)
-    return jax.lax.slice_in_dim(y, 0, 1, axis=rows - 1) if alone else y
-
-
-def with_bias(y, bias) -> jax.Array:
-    """y[m.., n..] + bias[n..], whose gradient is summed in f32: of 16 bits XLA sums it in 16 on CPUs."""
-    wide = jnp.float32 if y.dtype.itemsize < 4 else y.dtype
-    return (y.astype(wide) + jnp.expand_dims(bias.astype(wide), range(y.ndim - bias.ndim))).astype(y.dtype)
+    return fits and platform() == "gpu" and devices() == 1 and not few(math.prod(x.shape[: x.ndim - k_axes]))
 
 
 def _last(x, axes: int) -> jax.Array:
@@ -55,13 +32,8 @@ def _last(x, axes: int) -> jax.Array:
 def _forward(static, x, kernel, bias, main_grad, residual):
     given, kernel = kernel, kernel.astype(x.dtype)
     bias = None if bias is None else bias.astype(x.dtype)
-    if few(math.prod(x.shape[: x.ndim - static.k_axes])):  # as they are generated; gradients are large all the same
-        y = by_xla(x, kernel, static.k_axes, x.dtype)
-        y = y if bias is None else with_bias(y, bias)
-        y = y if residual is None else y + residual
-    else:
-        options = dict(k_axes=static.k_axes, dtype=x.dtype, k_first="b")
-        y = gemm(x, _last(kernel, static.k_axes), None, None, bias, residual, None, **options).d
+    options = dict(k_axes=static.k_axes, dtype=x.dtype, k_first="b")
+    y = gemm(x, _last(kernel, static.k_axes), None, None, bias, residual, None, **options).d
     # A scan has the kernels as they are given, and would stack them once more in 16 bits.
     again = in_scanned_layers() or _converts_again(static, kernel, y)
     return y, (x, given if again else kernel, main_grad if static.adds else None)
