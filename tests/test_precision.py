@@ -22,9 +22,6 @@ LAYER = te_flax.TransformerLayer(
     hidden_size=64, mlp_hidden_size=128, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
 )
 DELAYED = recipe.DelayedScaling()
-# Outputs of 1024 x 4096 inputs: ms in FP8 and in bf16 on an H200, by a script of the benchmark's contenders, whose own
-# run was cut off before these.
-LARGE_OF_16_BITS = {4096: (0.1360, 0.1521), 14336: (0.4113, 0.5327)}
 MEASURED = sorted((pathlib.Path(__file__).parent.parent / "benchmarks" / "results").glob("precision-*.json"))
 
 
@@ -132,7 +129,6 @@ def test_gain_follows_what_was_measured():
     """Where FP8 or bf16 was at least a tenth faster, that is what is chosen."""
     rows = [row for path in MEASURED for row in json.loads(path.read_text())["rows"]]
     rows = [(Product(r["m"], r["k"], r["n"], r["kernel"]), r["fp8_ms"], r["bf16_ms"]) for r in rows]
-    rows += [(Product(1024, 4096, n, "bfloat16"), *ms) for n, ms in LARGE_OF_16_BITS.items()]
     clear = [(product, fp8 < bf16) for product, fp8, bf16 in rows if abs(bf16 / fp8 - 1) > 0.1]
     outcomes = {(product.kernel_dtype, faster) for product, faster in clear}
     assert len(clear) > 80 and outcomes == set(itertools.product(("float32", "bfloat16"), (True, False)))
