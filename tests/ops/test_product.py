@@ -15,6 +15,8 @@ from transformer_engine_jax.ops import dense as dense_module
 from transformer_engine_jax.ops import product as module
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.gemm import gemm
+from transformer_engine_jax.ops.layernorm import Norm
+from transformer_engine_jax.ops.layernorm_mlp import layernorm_mlp
 
 BOUND = {"bfloat16": 1e-2, "float16": 2e-3}
 
@@ -104,6 +106,20 @@ def test_the_gradient_of_a_kernel_is_computed_as_it_is_wanted(m, k, n, kernel, e
     few = w.nbytes > 2 * m * (k + n)
     # Before the input's gradient, as x is free before that is there; or, where tokens are few, whenever there is room.
     assert of_products == ([None, None, expected] if few else [None, expected, None])
+
+
+def test_gradients_of_16_bits_are_converted_behind_all_barriers():
+    """So that XLA keeps them in 16 bits, and converts them where an optimizer reads them."""
+    x, *kernels = (jnp.asarray(a) for a in emulated.normal(5, (2, 24, 32), (32, 1, 96), (96, 32)))
+
+    def loss(kernels):
+        norm = x.astype(jnp.bfloat16), jnp.ones(32), None
+        y = layernorm_mlp(*norm, kernels, (None, None), activations=("gelu",), norm_options=Norm())
+        return jnp.sum(y.astype(jnp.float32))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(tuple(kernels)).jaxpr
+    made = {var: eqn.primitive.name for eqn in jaxpr.eqns for var in eqn.outvars}
+    assert made[jaxpr.outvars[0]] == "convert_element_type", "of 96 from 32, of 48 tokens"
 
 
 @pytest.mark.parametrize("m, n, again", [(48, 192, True), (128, 192, False), (48, 256, False), (48, 64, False)])
