@@ -103,6 +103,8 @@ class QuantizerStates:
 
     def with_history(self, length: int):
         """These with their newest amaxes, as many as `length`, after those that there are 0; and their scales."""
+        if isinstance(self.packed, jax.ShapeDtypeStruct):
+            return type(self)(jax.ShapeDtypeStruct((*self.packed.shape[:-1], 2 + length), self.packed.dtype))
         scale, uses, history = unpacked(jnp.asarray(self.packed))
         from_newest = jnp.roll(history, -1, axis=-1)[..., :length]  # the newest is the second, the oldest the first
         missing = [(0, 0)] * (history.ndim - 1) + [(0, length - from_newest.shape[-1])]

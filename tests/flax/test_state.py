@@ -231,7 +231,7 @@ def test_states_that_fit_are_kept_and_others_start_anew():
         got, was = (v[STATE_COLLECTION]["gemm_1_state"].kernel for v in (made, settled))
         assert (got.scale, got.uses) == (was.scale, was.uses)
         newest = [*was.amax_history[1:], was.amax_history[0], *[0] * 3][:length]
-        assert [*got.amax_history] == ([newest[-1], *newest[:-1]])
+        assert [*got.amax_history] == [newest[-1], *newest[:-1]]
     with steps.autocast(CURRENT):
         assert set(te_flax.init_state(MLP, {"params": settled["params"]}, X, deterministic=True)) == {"params"}
         made = te_flax.init_state(MLP, settled, X, deterministic=True)

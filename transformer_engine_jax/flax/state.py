@@ -47,8 +47,10 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
             kept = kept.get(key.key, {}) if isinstance(kept, Mapping) else {}
         kept = type(state).of(kept)
         length = state.packed.shape[-1] - 2  # of the recipe in force there, which the model may have set itself
+        if isinstance(kept, type(state)) and jnp.shape(kept.packed) == state.packed.shape:
+            return kept
         if isinstance(kept, type(state)) and jnp.shape(kept.packed)[:-1] == state.packed.shape[:-1]:
-            return kept if kept.layout == state.layout else kept.with_history(length)
+            return kept.with_history(length)
         one = state.create(DelayedScaling(amax_history_len=length)).packed[0]
         return type(state)(jnp.broadcast_to(one, state.packed.shape))  # whichever axis a scan stacks layers along
 

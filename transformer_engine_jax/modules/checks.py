@@ -153,7 +153,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_rate(value: Any) -> bool:
-    """Whether a field, respelled, is a dropout rate, by which what is compiled depends."""
+    """Whether a field, respelled, is a dropout rate, on which it depends what is compiled."""
     return isinstance(value, int | float) and 0.0 <= value < 1.0
 
 
