@@ -42,6 +42,21 @@ def test_vmap_over_an_axis_that_explicit_mesh_axes_shard():
     testing.assert_close(jax.device_get(grads), np.stack(expected), 1e-6)
 
 
+@pytest.mark.parametrize("inner", ["model", None, "none"])
+@pytest.mark.parametrize("outer", ["data", None])
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_vmaps_that_name_axes_of_the_compiler_s(transform, outer, inner):
+    """Each of another one; and a name that the mesh lacks is none."""
+    mesh, x = testing.mesh_of((4, 2), ("data", "model")), X.reshape(4, 2, 4, 64)
+    of_row = jax.vmap(jax.grad(lambda g, x: (te.rmsnorm(x, g) ** 2).sum()), (None, 0), spmd_axis_name=inner)
+    with testing.on_mesh(mesh):
+        shards = testing.shard(mesh, x, P(outer, inner if inner != "none" else None))
+        got = transform(jax.vmap(of_row, (None, 0), spmd_axis_name=outer))(G, shards)
+    with jax.default_device(mesh.devices.flat[0]):
+        expected = [[jax.grad(lambda g, x=x: (te.rmsnorm(x, g) ** 2).sum())(G) for x in row] for row in x]
+    testing.assert_close(jax.device_get(got), np.stack(expected), 1e-6)
+
+
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_explicit_arrays_know_their_mesh_where_none_is_in_force(transform):
     """Constants are put there, too."""

@@ -11,14 +11,14 @@ import numpy as np
 _lecun_normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
-def default_kernel_init(key, shape, dtype=None, **options) -> jax.Array:
+def default_kernel_init(key, shape, dtype=None, *args, **kwargs) -> jax.Array:
     """LeCun's truncated normal of variance 1 / fan_in, drawn in f32 where `dtype` is narrower.
 
     JAX draws 128 values in 16 bits, with a mean of 2 % of their deviation. A product of 4096 terms adds that up to more
     than all else that it does to inputs of one sign, and FP8 rounds so few values all one way.
     """
     narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
-    value = _lecun_normal(key, shape, jnp.float32 if narrow else dtype, **options)
+    value = _lecun_normal(key, shape, jnp.float32 if narrow else dtype, *args, **kwargs)
     return value.astype(dtype) if narrow else value
 
 

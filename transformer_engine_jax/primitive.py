@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.config import eager_constant_folding
 from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -324,14 +325,27 @@ def _one_by_one(
     mesh = next(iter(explicit_meshes(*front)), jax.sharding.get_abstract_mesh())
     names = partition.names_of(entries[0]) if entries else over
     size = next(x.shape[0] for x, f in zip(front, fixed) if not f)
-    named = size and over and {*over} <= {*mesh.auto_axes} and size % math.prod(mesh.shape[n] for n in over) == 0
-    if not (entries or named):
+    named = over and {*over} <= {*mesh.auto_axes} and any(isinstance(x, jax.core.Tracer) for x in front)
+    if not (entries or (named and size and size % math.prod(mesh.shape[n] for n in over) == 0)):
         return each(*front)
     specs = tuple(PartitionSpec() if f else PartitionSpec(names) for f in fixed)
     front = [sharded_over(x, spec, frozenset(names)) for x, spec in zip(front, specs)]
     options = dict(in_specs=specs, out_specs=PartitionSpec(names), axis_names={*names}, check_vma=False)
-    out = jax.jit(jax.shard_map(each, mesh=mesh, **options))(*front)
+    run = jax.jit(jax.shard_map(each, mesh=mesh, **options))
+    out = (run if entries else _in_one_vmap(run, each))(*front)
     return list(align(*out, *front)[: len(out)])
+
+
+def _in_one_vmap(run: Callable, otherwise: Callable) -> Callable:
+    """run, but `otherwise` under one more vmap: that may name a mesh axis as well, which JAX does not add to run's."""
+    wrapped = custom_vmap(run)
+
+    @wrapped.def_vmap
+    def _(size, batched, *args):
+        out = jax.vmap(otherwise, in_axes=[0 if b else None for b in batched], axis_size=size)(*args)
+        return out, [True] * len(out)
+
+    return wrapped
 
 
 def _no_second_derivative(primals, tangents, *, call: Call):
