@@ -320,20 +320,27 @@ def _one_by_one(
         batched = [x for x, f in zip(front, fixed) if not f]
         return [y[None] for y in one([x[0] for x in batched])] if len(batched[0]) == 1 else jax.lax.map(one, batched)
 
-    shardings = [jax.typeof(x).sharding for x, f in zip(front, fixed) if not f]
-    entries = [s.spec[0] for s in shardings if s.mesh.explicit_axes and s.spec[0] is not None]
-    mesh = next(iter(explicit_meshes(*front)), jax.sharding.get_abstract_mesh())
-    names = partition.names_of(entries[0]) if entries else over
-    size = next(x.shape[0] for x, f in zip(front, fixed) if not f)
-    named = over and {*over} <= {*mesh.auto_axes} and any(isinstance(x, jax.core.Tracer) for x in front)
-    if not (entries or (named and size and size % math.prod(mesh.shape[n] for n in over) == 0)):
+    mesh, names, named = _axes_of_examples([x for x, f in zip(front, fixed) if not f], over)
+    if not names:
         return each(*front)
     specs = tuple(PartitionSpec() if f else PartitionSpec(names) for f in fixed)
     front = [sharded_over(x, spec, frozenset(names)) for x, spec in zip(front, specs)]
     options = dict(in_specs=specs, out_specs=PartitionSpec(names), axis_names={*names}, check_vma=False)
     run = jax.jit(jax.shard_map(each, mesh=mesh, **options))
-    out = (run if entries else _in_one_vmap(run, each))(*front)
+    out = (_in_one_vmap(run, each) if named else run)(*front)
     return list(align(*out, *front)[: len(out)])
+
+
+def _axes_of_examples(batched: Sequence[jax.Array], over: tuple[str, ...]) -> tuple[Any, tuple[str, ...], bool]:
+    """(mesh, those of its axes that shard the examples in front, whether it is `over` that says so)."""
+    shardings = [jax.typeof(x).sharding for x in batched]
+    explicit = [partition.names_of(s.spec[0]) for s in shardings if s.mesh.explicit_axes]
+    if names := next(filter(None, explicit), ()):
+        return explicit_meshes(*batched)[0], names, False
+    mesh, size = jax.sharding.get_abstract_mesh(), len(batched[0])
+    traced = any(isinstance(x, jax.core.Tracer) for x in batched)  # else that mesh may have no devices
+    fits = traced and size and {*over} <= {*mesh.auto_axes} and size % math.prod(mesh.shape[n] for n in over) == 0
+    return mesh, over if fits else (), True
 
 
 def _in_one_vmap(run: Callable, otherwise: Callable) -> Callable:

@@ -179,6 +179,12 @@ class Fp8Module(nn.Module):
         b = self.make_param(f"{prefix}lora_b_kernel", nn.initializers.zeros, axes_b, (*stacked, dim, n), dtype)
         return low_rank(x, a, b, k_axes=k_axes, alpha=self.low_rank_adaptation_alpha)
 
+    @nn.nowrap
+    def check_no_low_rank(self, *prefixes: str) -> None:
+        """check_absent for the parameters of `low_rank`."""
+        names = [f"{prefix}lora_{which}_kernel" for prefix in prefixes or ("",) for which in "ab"]
+        self.check_absent("enable_low_rank_adaptation", *names)
+
 
 class LogicalAxes(nn.LogicallyPartitioned):
     """Flax's box of a parameter with its logical axes, which knows explicit mesh axes and the MeshResource as well.

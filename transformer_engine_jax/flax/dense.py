@@ -65,13 +65,9 @@ class _Dense(Fp8Module):
     @property
     def _adapt(self) -> Callable | None:
         if not self.enable_low_rank_adaptation:
-            return self._check_no_low_rank()
+            return self.check_no_low_rank()
         features = canonical_tuple(self.features)
         return lambda x, k_axes: self.low_rank(x, k_axes, features, self.param_dtype or self.dtype)
-
-    @nn.nowrap
-    def _check_no_low_rank(self) -> None:
-        self.check_absent("enable_low_rank_adaptation", "lora_a_kernel", "lora_b_kernel")
 
 
 class DenseGeneral(_Dense):
@@ -147,7 +143,7 @@ class LayerNormDenseParts(_LayerNormDense):
     fp8: bool = False  # whether autocast applies
 
     def setup(self):
-        self._check_no_low_rank()
+        self.check_no_low_rank()
         # In the order of LayerNormDenseGeneral, on which initial values depend.
         norm = self.make_norm(self.inputs, self.param_dtype or self.dtype)
         kernel, bias = self._make_kernel((self.inputs,))

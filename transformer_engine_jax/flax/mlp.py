@@ -92,8 +92,7 @@ class LayerNormMLP(Fp8Module):
             return self.low_rank(x, 1, parameters.kernels[i].shape[1:], self.dtype, ("wi_", "wo_")[i])
 
         if not self.enable_low_rank_adaptation:
-            of_lora = [f"{prefix}lora_{which}_kernel" for prefix in ("wi_", "wo_") for which in "ab"]
-            adapt = self.check_absent("enable_low_rank_adaptation", *of_lora)
+            adapt = self.check_no_low_rank("wi_", "wo_")
         return run_mlp(self, x, parameters, residual, drop_some, adapt)
 
     def _make_parameters(self, hidden: int, count: int) -> MlpParameters:
