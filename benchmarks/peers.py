@@ -186,8 +186,8 @@ class Contender(NamedTuple):
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext  # what it is traced under
 
 
-def _ours(fp8: recipe.Recipe | None) -> Callable[[Shape], Contender]:
-    return lambda shape: Contender(our_layer(shape), lambda: te.autocast(fp8 is not None, fp8))
+def _ours(fp8: recipe.Recipe | None, **options) -> Callable[[Shape], Contender]:
+    return lambda shape: Contender(our_layer(shape), lambda: te.autocast(fp8 is not None, fp8, **options))
 
 
 FAST, SPLIT = recipe.MMParams(use_split_accumulator=False), recipe.MMParams(use_split_accumulator=True)
@@ -197,13 +197,15 @@ CONTENDERS: dict[str, Callable[[Shape], Contender]] = {
     "flax": lambda shape: Contender(FlaxLayer(shape)),
     "flax-fp8": lambda shape: Contender(FlaxLayer(shape, functools.partial(nn.Fp8DirectDotGeneralOp))),
     "te-bf16": _ours(None),
+    "te-bf16-rounded": _ours(None, round_wgrad=True),
     "te-delayed": _ours(recipe.DelayedScaling()),
     "te-delayed-fast": _ours(recipe.DelayedScaling(fp8_gemm_wgrad=FAST)),
     "te-delayed-split": _ours(recipe.DelayedScaling(fp8_gemm_dgrad=SPLIT)),
+    "te-delayed-rounded": _ours(recipe.DelayedScaling(), round_wgrad=True),
     "te-delayed-dpa": _ours(recipe.DelayedScaling(fp8_dpa=True)),
     "te-current": _ours(recipe.Float8CurrentScaling()),
     "nvidia-bf16": _nvidia(None),
     "nvidia-delayed": _nvidia("DelayedScaling"),
     "nvidia-current": _nvidia("Float8CurrentScaling"),
 }
-IN_BF16 = ("flax", "te-bf16", "nvidia-bf16")
+IN_BF16 = ("flax", "te-bf16", "te-bf16-rounded", "nvidia-bf16")

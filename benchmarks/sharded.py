@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,13 +27,21 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import interleaved
 from transformer_engine_jax import recipe
 
-# How a layer is made of a shape and fields, and the recipe it runs under.
+
+class Contender(NamedTuple):
+    make: Callable[..., nn.Module]  # of a shape and fields
+    recipe: recipe.Recipe | None = None
+    round_wgrad: bool = False
+
+
 CONTENDERS = {
-    "flax": (FlaxLayer, None),
-    "te-bf16": (our_layer, None),
-    "te-delayed": (our_layer, recipe.DelayedScaling()),
-    "te-current": (our_layer, recipe.Float8CurrentScaling()),
+    "flax": Contender(FlaxLayer),
+    "te-bf16": Contender(our_layer),
+    "te-delayed": Contender(our_layer, recipe.DelayedScaling()),
+    "te-delayed-rounded": Contender(our_layer, recipe.DelayedScaling(), round_wgrad=True),
+    "te-current": Contender(our_layer, recipe.Float8CurrentScaling()),
 }
+DEFAULT = ["flax", "te-bf16", "te-delayed", "te-current"]
 AXIS, ONE = "devices", "one device"
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 CONTEXT = dict(context_parallel_axis=AXIS, context_parallel_causal_load_balanced=True)
@@ -77,9 +85,8 @@ class Program:
     """The step of a layer on a mesh, whose devices need not be here: `args` are abstract, and lie as they should."""
 
     def __init__(self, name: str, shape: Shape, layout: Layout, mesh: Mesh):
-        make, self.recipe = CONTENDERS[name]
-        self.layout, self.mesh = layout, mesh
-        layer, key = make(shape, **layout.fields), jax.random.key(2)
+        self.contender, self.layout, self.mesh = CONTENDERS[name], layout, mesh
+        layer, key = self.contender.make(shape, **layout.fields), jax.random.key(2)
         x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
         x = x.update(sharding=NamedSharding(mesh, layout.x))
 
@@ -100,9 +107,10 @@ class Program:
 
     @contextlib.contextmanager
     def context(self):
+        _, fp8, rounds = self.contender
         with (
             jax.set_mesh(self.mesh),
-            te.autocast(self.recipe is not None, self.recipe, mesh_resource=self.layout.resource),
+            te.autocast(fp8 is not None, fp8, mesh_resource=self.layout.resource, round_wgrad=rounds),
             nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())),
         ):
             yield
@@ -161,7 +169,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
 
     Raises SystemExit where there is only one device, or fewer than asked for.
     """
-    against, axes, layouts = chosen(args.against or CONTENDERS, CONTENDERS), args.axes, args.layouts
+    against, axes, layouts = chosen(args.against or DEFAULT, CONTENDERS), args.axes, args.layouts
     asked, devices = args.devices or 2, jax.devices()[: args.devices]
     if len(devices) < max(asked, 2):
         raise SystemExit(

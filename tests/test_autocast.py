@@ -63,6 +63,7 @@ def test_the_context_closes_after_an_error():
         (dict(mesh_resource="data"), "mesh_resource: expected a MeshResource"),
         (dict(amax_axes=(1,)), "amax_axes: expected mesh axis names"),
         (dict(amax_axes=3), "amax_axes: expected mesh axis names"),
+        (dict(round_wgrad=jnp.bfloat16), "round_wgrad: expected a bool or None, got"),
         (dict(enabled=recipe.DelayedScaling()), "enabled: expected a bool, got Delayed.*second argument"),
         (dict(enabled="no"), "enabled: expected a bool"),
         (dict(calibrating=recipe.DelayedScaling()), "calibrating: expected a bool"),
@@ -229,11 +230,11 @@ def test_update_collections_takes_states_of_another_history():
 
 def test_what_a_nested_context_leaves_open_stays_as_it_is():
     resource = te.MeshResource(dp_resource="data")
-    with te.autocast(True, mesh_resource=resource, amax_axes=("data",)):
+    with te.autocast(True, mesh_resource=resource, amax_axes=("data",), round_wgrad=True):
         with te.autocast(True, recipe.Float8CurrentScaling()):
-            assert current().amax_axes == ("data",) and current().mesh_resource == resource
-        with te.autocast(True, amax_axes=()):
-            assert current().amax_axes == ()
+            assert current().amax_axes == ("data",) and current().mesh_resource == resource and current().round_wgrad
+        with te.autocast(True, amax_axes=(), round_wgrad=False):
+            assert current().amax_axes == () and not current().round_wgrad
 
 
 def test_a_recipe_of_its_own_leaves_calibration_on():

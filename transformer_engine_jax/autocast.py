@@ -58,6 +58,7 @@ class Autocast:
     recipe: Recipe | None = None
     calibrating: bool = False
     amax_axes: tuple[str, ...] = ()
+    round_wgrad: bool = False
     mesh_resource: MeshResource = MeshResource()
 
 
@@ -91,6 +92,7 @@ def autocast(
     *,
     calibrating: bool = False,
     amax_axes: str | Sequence[str] | None = None,
+    round_wgrad: bool | None = None,
 ) -> _Opening:
     """Computes the GEMMs of this library's modules in FP8 while it is open: a context, which may be opened again.
 
@@ -104,6 +106,10 @@ def autocast(
       amax_axes: inside a manual shard_map, the mesh axes over which amax is reduced; None keeps what an enclosing
         context said, () reduces over none. A state that is the same on all shards has the amax of all where shard_map's
         check_vma, on by default, has JAX sum its gradient; the scales of current scaling depend on this alone.
+      round_wgrad: round kernels' gradients to the dtype of the modules' inputs, as Flax does, before they are summed
+        over devices and converted to the kernels' own; None keeps what an enclosing context said, at first False. A
+        training step of unrolled layers then moves and keeps less; one of scanned layers, or one that returns
+        gradients in f32, takes longer. In high precision too. Sums in buffers (main_grads) stay f32.
 
     Raises:
       TypeError: for an argument of another kind.
@@ -111,6 +117,8 @@ def autocast(
     for name, value in (("enabled", enabled), ("calibrating", calibrating)):
         if not isinstance(value, int | np.bool_):
             raise TypeError(f"autocast: {name}: expected a bool, got {value!r}; the recipe is the second argument")
+    if not (round_wgrad is None or isinstance(round_wgrad, bool | np.bool_)):
+        raise TypeError(f"autocast: round_wgrad: expected a bool or None, got {round_wgrad!r}")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast: recipe: expected an instance of a recipe such as DelayedScaling(), got {recipe!r}")
     if mesh_resource is not None and not isinstance(mesh_resource, MeshResource):
@@ -121,6 +129,7 @@ def autocast(
         said["amax_axes"] = (amax_axes,) if one else tuple(amax_axes)
         if not all(isinstance(a, str) for a in said["amax_axes"]):
             raise TypeError(f"autocast: amax_axes: expected mesh axis names, got {amax_axes!r}")
+    said |= {} if round_wgrad is None else {"round_wgrad": bool(round_wgrad)}
     said["recipe"] = (recipe or DelayedScaling()) if enabled or calibrating else None
     said["calibrating"] = bool(calibrating) and not enabled
     return _Opening(lambda around: dataclasses.replace(around, **said))
@@ -133,9 +142,11 @@ def fp8_autocast(
     *,
     calibrating: bool = False,
     amax_axes: str | Sequence[str] | None = None,
+    round_wgrad: bool | None = None,
 ) -> _Opening:
     """`autocast` under the name and with the argument names of NVIDIA's extension."""
-    return autocast(enabled, fp8_recipe, mesh_resource, calibrating=calibrating, amax_axes=amax_axes)
+    options = dict(calibrating=calibrating, amax_axes=amax_axes, round_wgrad=round_wgrad)
+    return autocast(enabled, fp8_recipe, mesh_resource, **options)
 
 
 def global_shard_guard(resource: MeshResource) -> _Opening:

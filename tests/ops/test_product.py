@@ -11,8 +11,8 @@ from emulated import F32
 
 import transformer_engine_jax as te
 from transformer_engine_jax import decisions, testing
-from transformer_engine_jax.ops import dense as dense_module
 from transformer_engine_jax.ops import product as module
+from transformer_engine_jax.ops import xla_product
 from transformer_engine_jax.ops.dense import dense
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.layernorm import Norm
@@ -91,7 +91,8 @@ def test_operands_may_lie_with_their_contracted_axes_first(k_first, dtype):
         (64, 32, 96, "float32", "bfloat16"),  # the output fits into the gradient of f32
     ],
 )
-def test_the_gradient_of_a_kernel_is_computed_as_it_is_wanted(m, k, n, kernel, expected, monkeypatch):
+@pytest.mark.parametrize("rounds", [False, True], ids=["", "rounded"])
+def test_the_gradient_of_a_kernel_is_computed_as_it_is_wanted(m, k, n, kernel, expected, rounds, monkeypatch):
     of_products = []
 
     def recorded(a, b, *others, **options):
@@ -101,9 +102,11 @@ def test_the_gradient_of_a_kernel_is_computed_as_it_is_wanted(m, k, n, kernel, e
     monkeypatch.setattr(module, "gemm", recorded)
     f = lambda x, w: jnp.sum(dense(x, w, by_kernels=True).astype(jnp.float32))
     x, w = jnp.zeros((2, m // 2, k), jnp.bfloat16), jnp.zeros((k, n), kernel)
-    dx, dw = jax.eval_shape(jax.grad(f, (0, 1)), x, w)
+    with te.autocast(round_wgrad=rounds):
+        dx, dw = jax.eval_shape(jax.grad(f, (0, 1)), x, w)
     assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
-    few = w.nbytes > 2 * m * (k + n)
+    expected = "bfloat16" if rounds else expected
+    few = (2 if rounds else w.dtype.itemsize) * w.size > 2 * m * (k + n)
     # Before the input's gradient, as x is free before that is there; or, where tokens are few, whenever there is room.
     assert of_products == ([None, None, expected] if few else [None, expected, None])
 
@@ -194,7 +197,7 @@ ALONE = {
 @pytest.mark.parametrize("by_kernels", [False, True])
 def test_a_row_alone(case, by_kernels, monkeypatch):
     monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
-    monkeypatch.setattr(dense_module, "LARGEST_FOR_TWO_ROWS", 64)
+    monkeypatch.setattr(xla_product, "LARGEST_FOR_TWO_ROWS", 64)
     x, kernel, k_axes, padded = ALONE[case]
     x, kernel, dy = emulated.normal(3, x, kernel, x[: len(x) - k_axes] + kernel[k_axes:])
     run = partial(dense, k_axes=k_axes, by_kernels=by_kernels)

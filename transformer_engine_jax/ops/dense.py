@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from transformer_engine_jax.decisions import devices, few
+from transformer_engine_jax.autocast import current
+from transformer_engine_jax.decisions import devices
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.after import in_turn
 from transformer_engine_jax.ops.arrays import arrays
@@ -31,8 +29,8 @@ from transformer_engine_jax.ops.quantize import (
     watch_gradient,
 )
 from transformer_engine_jax.ops.transpose import transposed
+from transformer_engine_jax.ops.xla_product import xla_product
 from transformer_engine_jax.order import all_at_once, computed_once
-from transformer_engine_jax.partition import names_of
 from transformer_engine_jax.quantized import QuantizedTensor
 from transformer_engine_jax.quantizers import GemmQuantizers, Quantizer
 from transformer_engine_jax.recipe import MMParams
@@ -44,10 +42,6 @@ from transformer_engine_jax.sharding import (
     gathered_axis,
     tensor_parallel,
 )
-
-# Up to here a row alone gets a second one, of zeros: of one row and up to 10 million numbers XLA stores each product of
-# two, and then adds them up; and of two it joins products that read one input, such as queries, keys and values.
-LARGEST_FOR_TWO_ROWS = 2**25
 
 
 class Dense(NamedTuple):
@@ -63,6 +57,7 @@ class Dense(NamedTuple):
     x_axes: Axes = ()  # logical axes of x[m.., k..] in the product, of which m.. are those of the output there
     gathers_x: bool = False  # whether each device has some of x's tokens before the product
     gathers_dy: bool = False  # whether each device has some of the output's behind it
+    rounds_wgrad: bool = False  # see autocast's round_wgrad
     x_t_later: bool = False  # whether x's transposed copy is made for the backward pass, and not kept till then
     # Where each device has a shard of the kernel, logical axes of the copy that is gathered: of q[k.., n..], or of
     # q_t[n, k..], by its first axis, so that shards lie one after another.
@@ -77,7 +72,17 @@ class Dense(NamedTuple):
         elif axis == k_axes == kernel.ndim - 1:
             fields |= {"q_t_axes": (kernel_axes[-1], *kernel_axes[:-1])}
         bias_dtype = None if bias is None else np.dtype(bias.dtype)
+        fields |= {"rounds_wgrad": current().round_wgrad}
         return cls(k_axes, np.dtype(x.dtype), np.dtype(kernel.dtype), bias_dtype, **fields)
+
+    @property
+    def wgrad_dtype(self) -> np.dtype:
+        """Of the kernel's gradient as its product yields it."""
+        if self.adds is not None:
+            return np.dtype(np.float32)
+        if not self.rounds_wgrad:
+            return self.kernel_dtype
+        return min(self.x_dtype, self.kernel_dtype, key=lambda dtype: dtype.itemsize)
 
 
 class Saved(NamedTuple):
@@ -180,8 +185,7 @@ def dense_backward(
     more: another product adds to the gradient of x.
     """
     quantizers = saved.quantizers
-    recipe = quantizers.grad.spec.recipe
-    n_axes = saved.kernel.data.ndim - static.k_axes
+    recipe, n_axes = quantizers.grad.spec.recipe, saved.kernel.data.ndim - static.k_axes
     m_axes = cast_dy.q.data.ndim - n_axes
     several, partial = devices() > 1, tensor_parallel()
     x_t = gathered_input(static, saved.x, cast_dy) if x_t is None else x_t
@@ -196,13 +200,12 @@ def dense_backward(
     last = kernel_last(static, saved.kernel.data, cast_dy.q.data, last_up_to)
     if last:
         dx, x_t, dy_t = all_at_once(then(dx), x_t, dy_t)
-    dtype = np.dtype(np.float32) if accumulates else static.kernel_dtype
     if static.q_t_axes and not accumulates:  # so that what is scattered lies in order, too
-        dkernel = matmul(dy_t, x_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad)
+        dkernel = matmul(dy_t, x_t, None, m_axes, static.wgrad_dtype, recipe.fp8_gemm_wgrad)
         dkernel = transpose(constrain(dkernel, static.q_t_axes), static.k_axes)
     else:
         added = dict(residual=saved.main_grad, in_place=bool(static.adds))
-        dkernel = matmul(x_t, dy_t, None, m_axes, dtype, recipe.fp8_gemm_wgrad, **added)
+        dkernel = matmul(x_t, dy_t, None, m_axes, static.wgrad_dtype, recipe.fp8_gemm_wgrad, **added)
         dkernel = constrain(dkernel, static.q_axes or (*static.q_t_axes[1:], *static.q_t_axes[:1]))
     if not (last or (partial and more)):
         dx, dkernel = in_turn(dx, dkernel) if several else all_at_once(dx, dkernel)
@@ -210,7 +213,8 @@ def dense_backward(
         dx = then(dx)
     dbias = None if static.bias_dtype is None else cast_dy.colsum.astype(static.bias_dtype)
     reports = GemmQuantizers(*observe(quantizers, (saved.x_amax, saved.kernel_amax, cast_dy.amax)))
-    return dx, (None, dbias, dkernel) if accumulates else (dkernel, dbias, None), reports
+    gradients = (None, dbias, dkernel) if accumulates else (dkernel.astype(static.kernel_dtype), dbias, None)
+    return dx, gradients, reports
 
 
 def gathered_input(static: Dense, x: QuantizedTensor, cast_dy: Cast) -> QuantizedTensor:
@@ -275,38 +279,6 @@ def _backward(static: Dense, saved: Saved, dy):
 
 
 _fp8_dense = differentiable(_forward, _backward, gives="product")
-
-
-def _with_bias(y, bias) -> jax.Array:
-    """y[m.., n..] + bias[n..], whose gradient is summed in f32: of 16 bits XLA sums it in 16 on CPUs."""
-    wide = jnp.float32 if y.dtype.itemsize < 4 else y.dtype
-    return (y.astype(wide) + jnp.expand_dims(bias.astype(wide), range(y.ndim - bias.ndim))).astype(y.dtype)
-
-
-def _product_sharding(x, kernel, k_axes: int) -> NamedSharding | None:
-    """On a mesh of explicit axes: the rows as x's, the columns as the kernel's, sums over shards done."""
-    rows, columns = jax.typeof(x).sharding, jax.typeof(kernel).sharding
-    mesh = columns.mesh if rows.mesh.empty else rows.mesh
-    if mesh.empty or not mesh.explicit_axes:
-        return None
-    spec, used = [], set()
-    for entry in (*rows.spec[: x.ndim - k_axes], *columns.spec[k_axes:]):
-        axes = names_of(entry)
-        spec.append(entry if axes and not used.intersection(axes) else None)
-        used.update(axes)
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def _product(x, kernel, k_axes: int, dtype, sharding: NamedSharding | None) -> jax.Array:
-    """x[m.., k..] kernel[k.., n..] by XLA."""
-    rows = x.ndim - k_axes
-    fits = isinstance(kernel.size, int) and kernel.size <= LARGEST_FOR_TWO_ROWS
-    alone = rows > 0 and few(1) and math.prod(x.shape[:rows]) == 1 and fits
-    if alone:
-        x = jnp.pad(x, [(0, int(axis == rows - 1)) for axis in range(x.ndim)])
-    contract = tuple(range(rows, x.ndim)), tuple(range(k_axes))
-    y = jax.lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=dtype, out_sharding=sharding)
-    return jax.lax.slice_in_dim(y, 0, 1, axis=rows - 1) if alone else y
 
 
 def dense(
@@ -389,12 +361,7 @@ def _dense(
         kernel = collected(adds, kernel, main_grad)
     if quantizers is not None:
         x, kernel = watch(x, quantizers.x), watch(kernel, quantizers.kernel)
-    sharding = _product_sharding(x, kernel, k_axes)
-    y = _product(x, kernel.astype(x.dtype), k_axes, dtype, sharding)
-    if bias is not None:
-        if sharding is not None:
-            bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))
-        y = _with_bias(y, bias.astype(y.dtype))
+    y = xla_product(x, kernel.astype(x.dtype), bias, k_axes, dtype)
     if residual is not None:
         y = y + residual
     return y if quantizers is None else watch_gradient(y, quantizers.grad)

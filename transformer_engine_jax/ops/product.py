@@ -50,7 +50,7 @@ def kernel_last(static, kernel, y, most: float = math.inf) -> bool:
     (k, n), tokens = _sizes(static, kernel), math.prod(y.shape[: y.ndim - kernel.ndim + static.k_axes])
     if not isinstance(tokens, int):  # known at run time only, of what is exported
         return False
-    gradient, operands = static.kernel_dtype.itemsize * k * n, y.dtype.itemsize * tokens * (k + n)
+    gradient, operands = static.wgrad_dtype.itemsize * k * n, y.dtype.itemsize * tokens * (k + n)
     return devices() == 1 and static.adds is None and operands < gradient <= most * operands
 
 
@@ -77,8 +77,8 @@ def _gradient_dtype(static, x, kernel) -> np.dtype:
     for the output of 16 bits, XLA keeps that there for as long as the gradient is not written; and converts it where
     an optimizer reads it, for less memory and time of a training step.
     """
-    if static.adds is not None:
-        return np.dtype(np.float32)
+    if static.adds is not None or static.rounds_wgrad:
+        return static.wgrad_dtype
     k, n = _sizes(static, kernel)
     m = x.size // k
     at_once = static.kernel_dtype == np.float32 and (n <= k or m > 2 * k)
