@@ -15,6 +15,7 @@ from steps import CURRENT, DELAYED
 import transformer_engine_jax as te
 from transformer_engine_jax import sharding, testing
 from transformer_engine_jax.flax import STATE_COLLECTION, LayerNormMLP
+from transformer_engine_jax.ops.layernorm_projections import layernorm_projections
 
 (X,) = (jnp.asarray(a) for a in emulated.normal(0, (4, 8, 16)))
 MODULE = LayerNormMLP(intermediate_dim=32, activations=("silu", "linear"), layernorm_type="rmsnorm")
@@ -57,6 +58,38 @@ def test_vmap_over_stacked_experts_is_one_by_one():
     both = jax.jit(jax.vmap(run))(params, jnp.stack([X, 2 * X]))
     for i, x in enumerate((X, 2 * X)):
         testing.assert_close(both[i], run(jax.tree.map(lambda p, i=i: p[i], params), x), emulated.FLIP)
+
+
+def passed_on(op):
+    """A function (parameters, x) -> all results of an op that gives x back, or adds it."""
+
+    def run(p, x, rec):
+        quantizers = [te.gemm_quantizers(te.GemmState.create(rec), rec) if rec else None for _ in range(2)]
+        kernels, one, two = (p["up"], p["down"]), quantizers[0], tuple(quantizers) if rec else None
+        if op == "layernorm_dense":
+            return te.layernorm_dense(x, p["gamma"], None, p["down"].T, quantizers=one, return_input=True)
+        if op == "projections":
+            each = [p["down"].T, p["up"][:, 0]]
+            return layernorm_projections(x, p["gamma"], None, each, [None] * 2, quantizers=two, return_input=True)
+        fields = dict(residual=op == "residual", return_input=op == "layernorm_mlp")
+        return te.layernorm_mlp(x, p["gamma"], None, kernels, quantizers=two, **fields)
+
+    return run
+
+
+@pytest.mark.parametrize("rec", [None, DELAYED, CURRENT], ids=["off", "delayed", "current"])
+@pytest.mark.parametrize("op", ["layernorm_dense", "projections", "layernorm_mlp", "residual"])
+@pytest.mark.parametrize("stacked", ["gamma", "down"])
+def test_vmap_of_parameters_alone_gives_x_the_sum_of_their_gradients(stacked, op, rec):
+    shapes = dict(gamma=(16,), up=(16, 1, 32), down=(32, 16))
+    p = dict(zip(shapes, map(jnp.asarray, emulated.normal(1, *((3, *shape) for shape in shapes.values())))))
+    axes = {name: 0 if name == stacked else None for name in p}
+    p = {name: value if axes[name] == 0 else value[0] for name, value in p.items()}
+    example = lambda p, i: {name: value[i] if axes[name] == 0 else value for name, value in p.items()}
+    loss = lambda p, x: steps.loss(passed_on(op)(p, x, rec))
+    both = jax.jit(jax.grad(lambda p, x: jax.vmap(loss, in_axes=(axes, None))(p, x).sum(), argnums=(0, 1)))(p, X)
+    expected = jax.jit(jax.grad(lambda p, x: sum(loss(example(p, i), x) for i in range(3)), argnums=(0, 1)))(p, X)
+    testing.assert_close(both, expected, emulated.FLIP if rec else emulated.F32)
 
 
 def test_quantize_and_dequantize():

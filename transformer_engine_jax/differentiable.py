@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.interpreters import partial_eval
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from transformer_engine_jax.alignment import align
-from transformer_engine_jax.order import all_at_once, computed_once
+from transformer_engine_jax.order import all_at_once, computed_once, without_unused
 from transformer_engine_jax.stored import is_array, restored, stored
 
 
@@ -34,7 +36,7 @@ def differentiable(forward: Callable, backward: Callable, gives: str | None = No
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def op(static, *args):
-        return computed_once(_output(forward, static, args), args, of=gives)
+        return _batched_alike(computed_once(_output(forward, static, args), args, of=gives))
 
     def op_forward(static, *args):
         out, residuals = forward(static, *args)
@@ -42,7 +44,7 @@ def differentiable(forward: Callable, backward: Callable, gives: str | None = No
         kept = dict(zip(map(id, jax.tree.leaves(out)), jax.tree.leaves(once)))
         out, residuals = once, jax.tree.map(lambda x: kept.get(id(x), x), residuals)
         shardings = _Shardings(jax.typeof(x).sharding if is_array(x) else None for x in args)
-        return out, (stored(residuals), shardings)
+        return _batched_alike(out), (stored(residuals), shardings)
 
     def op_backward(static, saved, cotangent):
         residuals, shardings = saved
@@ -59,6 +61,32 @@ def differentiable(forward: Callable, backward: Callable, gives: str | None = No
         return op(static, *[next(arrays) if is_array(x) else x for x in args])
 
     return aligned
+
+
+def _batched_alike(output: Any) -> Any:
+    """The output, of which vmap batches all arrays where it batches one.
+
+    Of an array that it does not batch, as an x that is passed on beside results of batched parameters, JAX has the sum
+    of the examples' cotangents, gives that to the backward pass of each, and adds up what they make of it.
+    """
+    leaves, tree = jax.tree.flatten(output)
+    return jax.tree.unflatten(tree, batched_alike_p.bind(*leaves)) if len(leaves) > 1 else output
+
+
+def _batched(values, axes):
+    size = next(x.shape[axis] for x, axis in zip(values, axes) if axis is not None)
+    spread = lambda x, axis: jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+    return batched_alike_p.bind(*map(spread, values, axes)), [0] * len(values)
+
+
+batched_alike_p = Primitive("te_batched_alike")
+batched_alike_p.multiple_results = True
+batched_alike_p.def_impl(lambda *values: list(values))
+batched_alike_p.def_abstract_eval(lambda *values: list(values))
+mlir.register_lowering(batched_alike_p, lambda context, *values: values)
+batching.primitive_batchers[batched_alike_p] = _batched
+ad.primitive_jvps[batched_alike_p] = lambda values, tangents: (batched_alike_p.bind(*values), tangents)
+partial_eval.dce_rules[batched_alike_p] = without_unused
 
 
 def _output(forward: Callable, static, args: tuple) -> Any:

@@ -89,7 +89,8 @@ batching.primitive_batchers[all_at_once_p] = lambda values, axes: (all_at_once_p
 ad.primitive_jvps[all_at_once_p] = lambda values, tangents: (all_at_once_p.bind(*values), tangents)
 
 
-def _without_unused(used: list[bool], *others):
+def without_unused(used: list[bool], *others):
+    """The dce rule of a primitive whose n-th result is its n-th operand."""
     *_, eqn = others  # from JAX 0.12 on, which inputs live on comes before it
     if not any(used):
         return used, None
@@ -97,7 +98,7 @@ def _without_unused(used: list[bool], *others):
     return used, eqn.replace(invars=kept(eqn.invars), outvars=kept(eqn.outvars))
 
 
-partial_eval.dce_rules[all_at_once_p] = _without_unused
+partial_eval.dce_rules[all_at_once_p] = without_unused
 
 
 computed_once_p = Primitive("te_computed_once")

@@ -110,6 +110,10 @@ def rounded(x, scale) -> np.ndarray:
     return np.asarray(cast(jnp.asarray(x, jnp.float32) * scale, E4M3), np.float64) / scale
 
 
+def as_rounded(x) -> jax.Array:
+    return jnp.asarray(rounded(x, np.float32(448) / amax(x)), x.dtype)
+
+
 def plain(options, seen, query, key, value, *, with_roundings: bool):
     """(out, stats) in f64, by the formula, of query, key and value rounded to E4M3 with scales of their amax."""
     scales = [np.float32(448) / amax(x) for x in (query, key, value)]
@@ -128,8 +132,9 @@ def plain(options, seen, query, key, value, *, with_roundings: bool):
 
 
 def plain_gradients(options, seen, stats, query, key, value, out, dy):
-    """In f64, of the original operands, with the output and statistics of the forward pass in FP8."""
-    query, key, value, out, dy = (np.asarray(x, np.float64) for x in (query, key, value, out, dy))
+    """In f64, of the rounded operands, with the output and statistics of the forward pass in FP8."""
+    query, key, value = (rounded(x, np.float32(448) / amax(x)) for x in (query, key, value))
+    out, dy = (np.asarray(x, np.float64) for x in (out, dy))
     groups, repeats = key.shape[2], query.shape[2] // key.shape[2]
     key, value = (np.repeat(x, repeats, axis=2) for x in (key, value))
     scores = np.einsum("bqhd,bkhd->bhqk", query, key) * options.scale
@@ -175,8 +180,21 @@ def test_is_in_fp8_and_near_high_precision(rec):
     exact = step(the_op(D, dict(causal=True), None), *arrays)
     for error in (testing.relative_error(out, exact[0]), *map(testing.relative_error, grads[:2], exact[1][:2])):
         assert 0.01 < error < 0.1
-    # Its gradient is that of the original weights, but for statistics.
     assert testing.relative_error(grads[2], exact[1][2]) < 0.05
+
+
+@pytest.mark.parametrize("size, bound", [(4, 0.2), (8, 0.3)])
+def test_gradients_of_large_logits_are_no_worse_than_those_of_rounded_operands(size, bound):
+    """Where rounding moves logits by 1 to 10: of the original operands weights would be off by the exponential."""
+    query, key, value, dy = inputs((H, 2, S, S, D))
+    arrays = [query * size, key * 4, value, dy]
+    grads, exact, of_rounded = (
+        step(the_op(D, {}, rec), *(as_rounded(x) if rounds else x for x in arrays[:3]), dy)[1]
+        for rec, rounds in ((CURRENT, False), (None, False), (None, True))
+    )
+    for got, expected, best in zip(grads, exact, of_rounded):
+        assert testing.relative_error(got, expected) < 1.2 * testing.relative_error(best, expected) + 0.05
+    assert testing.relative_error(grads[2], exact[2]) < bound
 
 
 @pytest.mark.parametrize("rec", [DELAYED, CURRENT], ids=["delayed", "current"])
