@@ -152,6 +152,25 @@ def test_casts_have_no_gradient_and_say_so():
 KERNEL = jnp.ones((X.shape[-1], 48))
 
 
+def mlp_of_ones(**options):
+    return te.layernorm_mlp(X, KERNEL[:, 0], None, (KERNEL[:, None], KERNEL.T), **options)
+
+
+def test_none_is_no_bias_and_no_axes():
+    testing.assert_same_bytes(mlp_of_ones(biases=None, kernel_axes=None), mlp_of_ones())
+
+
+def test_a_state_as_a_checkpoint_has_it():
+    """Restored without a target: a mapping, whose gradient is one."""
+    state = te.GemmState.create(DELAYED)
+    new = [
+        jax.grad(lambda s: jnp.sum(te.dense(X, KERNEL, quantizers=te.gemm_quantizers(s, DELAYED))))(given)
+        for given in (state, {"packed": state.packed})
+    ]
+    testing.assert_same_bytes(new[0].packed, new[1]["packed"])
+    assert new[0].x.scale != 1
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [
@@ -169,6 +188,19 @@ KERNEL = jnp.ones((X.shape[-1], 48))
             TypeError,
             "dot_general: kernel: expected an array, got Accumulating",
         ),
+        (lambda q: te.dense(X, KERNEL, q), TypeError, "dense: an optional argument: expected an array, got GemmQ"),
+        (lambda q: te.dense(X, KERNEL, preferred_element_type=jnp.int32), ValueError, "preferred_element_type: exp"),
+        (lambda q: te.gemm_quantizers(CURRENT), TypeError, "state: expected None, a GemmState .* got Float8.* second"),
+        (lambda q: te.attention_quantizers(te.GemmState.create()), TypeError, "expected None, a AttentionState"),
+        (
+            lambda q: mlp_of_ones(quantizers=(q, None)),
+            ValueError,
+            "expected those of both products, or None, got .*one",
+        ),
+        (lambda q: mlp_of_ones(biases=jnp.ones(3)), ValueError, "biases: expected two, of the two products, got Array"),
+        (lambda q: mlp_of_ones(names="ffn"), ValueError, "names: expected two, of the two products, got str"),
+        (lambda q: mlp_of_ones(kernel_axes=((),)), ValueError, "kernel_axes: expected two, .*got 1"),
+        (lambda q: te.rope_frequencies(15), ValueError, "head_dim: expected an even number, 2 or more, got 15"),
     ],
 )
 def test_mistakes_in_products(call, error, message):

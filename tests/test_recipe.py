@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,16 +22,41 @@ def test_defaults():
 
 @dataclasses.dataclass(frozen=True)
 class OfOnesOwn(recipe.Recipe):
-    """The fields that Recipe names, and no more."""
+    """What Recipe has by default."""
 
     stateful = False
-    fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    fp8_gemms: str = "auto"
-    fp8_gemm_fprop: MMParams = Float8CurrentScaling.fp8_gemm_fprop
-    fp8_gemm_dgrad: MMParams = Float8CurrentScaling.fp8_gemm_fprop
-    fp8_gemm_wgrad: MMParams = Float8CurrentScaling.fp8_gemm_fprop
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedPowersOf2(DelayedScaling):
+    """What only recipes without a history read."""
+
+    use_power_2_scales: bool = True
+
+
+def test_a_field_that_delayed_scaling_does_not_read_raises():
+    with pytest.raises(
+        ValueError, match="DelayedPowersOf2.use_power_2_scales: expected False: .*scaling_factor_compute_algo"
+    ):
+        DelayedPowersOf2()
+
+
+def test_a_function_of_the_scale_before_is_asked_once_a_step():
+    """Of a state that comes back scaled, as a loss scale over all variables has it, as of one that does not."""
+    doubling = DelayedScaling(
+        scaling_factor_compute_algo=lambda amax, scale, largest, _: jnp.minimum(largest, 2 * scale)
+    )
+    x, kernel = jnp.linspace(-2.0, 3.0, 64).reshape(4, 16), jnp.linspace(-1.0, 1.0, 128).reshape(16, 8)
+
+    @jax.jit
+    def step(state):
+        return jax.grad(lambda s: jnp.sum(te.dense(x, kernel, quantizers=te.gemm_quantizers(s, doubling))))(state)
+
+    state = te.GemmState.create(doubling)
+    for n in (2, 4, 8):
+        state = step(state)
+        assert state.x.scale / state.x.uses == n
+        state = jax.tree.map(lambda p: p / 1024, state)
 
 
 def test_a_recipe_of_ones_own():

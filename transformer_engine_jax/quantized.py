@@ -110,6 +110,23 @@ class QuantizerStates:
         missing = [(0, 0)] * (history.ndim - 1) + [(0, length - from_newest.shape[-1])]
         return type(self)(packed(scale, uses, jnp.roll(jnp.pad(from_newest, missing), 1, axis=-1)))
 
+    def rescaled(self, recipe: DelayedScaling):
+        """These with the scales that their amaxes give under the recipe, such as one of another format or margin.
+
+        A scale stays where there is no amax yet, and where the recipe has a function of the scale before.
+        """
+        if isinstance(self.packed, jax.ShapeDtypeStruct) or recipe.scaling_factor_compute_algo is not None:
+            return self
+
+        def scale_of(name: str, state: QuantizerState):
+            dtype = recipe.backward_dtype if name == "grad" else recipe.forward_dtype
+            one = lambda scale, history: delayed_scale(recipe, jnp.roll(history, -1), scale, dtype)
+            scale = jnp.vectorize(one, signature="(),(h)->()")(state.scale, state.amax_history)
+            same = (jnp.abs(scale - state.scale) <= 1e-6 * scale) | (state.uses != 1)
+            return state._replace(scale=jnp.where(same, state.scale, scale))
+
+        return self.pack(**{name: scale_of(name, state) for name, state in self.states().items()})
+
     def or_where_unused(self, old: Any):
         """These after a step, but `old` where no output of it depended on them: to JAX the gradient then is zero."""
         if type(old) is not type(self) or self.packed is None or jnp.shape(old.packed) != jnp.shape(self.packed):
@@ -219,6 +236,6 @@ def start(
         last = scale_of_each(old.scale, old.uses)
         state = mended_ones[name]
         scale = delayed_scale(recipe, jnp.roll(state.amax_history, -1), last, dtype)
-        scale = jnp.where(states_in(old.uses) == 1, last, scale)
+        scale = jnp.where(states_in(old.uses) <= 1, last, scale)  # of one state, scaled or not
         mended_ones[name] = state._replace(scale=scale)
     return states.pack(**mended_ones), [state.scale for state in mended_ones.values()]

@@ -167,14 +167,26 @@ def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
     return autocast(not calibrating, recipe, calibrating=calibrating)
 
 
+def _of_kind(op: str, kind: type[QuantizerStates], state: Any) -> QuantizerStates | None:
+    """The state, also of what was restored without a target; TypeError where it is something else."""
+    state = kind.of(state)
+    if state is not None and not isinstance(state, kind):
+        raise TypeError(
+            f"{op}: state: expected None, a {kind.__name__} or {{'packed': array}}, as a checkpoint has it, got "
+            f"{type(state).__name__}; the recipe is the second argument"
+        )
+    return state
+
+
 def gemm_quantizers(
     state: GemmState | None = None, recipe: Recipe | None = None, *, checkpoint_name: str | None = None
 ) -> GemmQuantizers | None:
     """This step's quantizers of one GEMM, what ops such as `dense` take; the gradient of `state` is the next state.
 
     Args:
-      state: of GemmState.create(recipe), or the "gradient" that the step before returned for it; a recipe that keeps
-        no history ignores it, and its gradient is then zero, which the next step takes for a new state.
+      state: of GemmState.create(recipe), or the "gradient" that the step before returned for it. A recipe that keeps
+        no history ignores it, and so is it where FP8 is off. Its gradient is then zero, which the next step takes for a
+        new state; te.update_collections(gradient, state) keeps it.
       recipe: None means that of the autocast in force.
       checkpoint_name: a name that checkpoint policies see on what is quantized.
 
@@ -183,7 +195,9 @@ def gemm_quantizers(
 
     Raises:
       ValueError: the recipe needs a state and there is none, or its history has another length.
+      TypeError: the state is something else.
     """
+    state = _of_kind("gemm_quantizers", GemmState, state)
     with under(recipe):
         if current().recipe is None:
             return None
@@ -213,7 +227,9 @@ def attention_quantizers(
 
     Raises:
       ValueError: the recipe needs a state and there is none, or its history has another length.
+      TypeError: the state is something else.
     """
+    state = _of_kind("attention_quantizers", AttentionState, state)
     with under(recipe):
         recipe = current().recipe
         if recipe is None or not recipe.fp8_dpa:

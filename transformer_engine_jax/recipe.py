@@ -83,13 +83,13 @@ class Recipe:
     """
 
     stateful: ClassVar[bool]
-    fp8_format: Format
-    fp8_dpa: bool
-    fp8_mha: bool
-    fp8_gemms: str | Callable
-    fp8_gemm_fprop: MMParams
-    fp8_gemm_dgrad: MMParams
-    fp8_gemm_wgrad: MMParams
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    fp8_gemms: str | Callable = "auto"
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
     amax_epsilon = 0.0
     use_power_2_scales = False
 
@@ -181,6 +181,9 @@ class DelayedScaling(Recipe):
         factor = self.scaling_factor_compute_algo
         _check(self, "scaling_factor_compute_algo", factor is None or callable(factor), "None or a function")
         _check(self, "reduce_amax", self.reduce_amax is True, "True (a sharded tensor has one amax)")
+        what = "of a recipe without a history; give a scaling_factor_compute_algo"
+        _check(self, "use_power_2_scales", not self.use_power_2_scales, f"False: True is {what}")
+        _check(self, "amax_epsilon", not self.amax_epsilon, f"0: others are {what}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -219,6 +219,9 @@ DESCRIPTOR = SequenceDescriptor.from_seqlens(jnp.array([3, 4]))
         ({}, {"softmax_type": "learnable"}, {"softmax_offset": OFFSET[:2]}, r"softmax_offset: expected \[4\].* \[2\]"),
         ({}, {"softmax_type": "sparse"}, {}, "softmax_type: expected one of .*got 'sparse'"),
         ({}, {"dropout": 1.0}, {}, r"dropout: expected a rate in \[0, 1\), got 1.0"),
+        ({}, {"causal": "no"}, {}, "causal: expected a bool, got 'no'"),
+        ({}, {"scale": None}, {}, "scale: expected a finite number of Python's, got None"),
+        ({}, {"scale": float("nan")}, {}, "scale: expected a finite number of Python's, got nan"),
         ({}, {"window": (-2, 0)}, {}, r"window: expected \(left, right\).*got \(-2, 0\)"),
         ({}, {"window": ("a", "b")}, {}, r"window: expected \(left, right\).*got \('a', 'b'\)"),
         ({}, {"window": (np.nan, 0)}, {}, r"window: expected \(left, right\).*got \(nan, 0\)"),
@@ -229,7 +232,9 @@ DESCRIPTOR = SequenceDescriptor.from_seqlens(jnp.array([3, 4]))
 def test_misuse_is_named(shapes, options, call, message):
     shapes = {"query": (B, Q, H, D), "key": (B, K, H, D), "value": (B, K, H, D)} | shapes
     with pytest.raises(ValueError, match=message):
-        dot_product_attention(**{n: jnp.ones(s) for n, s in shapes.items()}, options=Attention(1.0, **options), **call)
+        dot_product_attention(
+            **{n: jnp.ones(s) for n, s in shapes.items()}, options=Attention(**{"scale": 1.0} | options), **call
+        )
 
 
 def test_three_arrays_or_one():

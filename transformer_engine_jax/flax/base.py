@@ -31,6 +31,7 @@ from transformer_engine_jax.quantizers import (
     gemm_quantizers,
     needs_attention_state,
 )
+from transformer_engine_jax.recipe import Recipe
 from transformer_engine_jax.sharding import constrain
 
 # The name that Flax's TrainState and others already treat as "replace this with its gradient".
@@ -43,8 +44,9 @@ MAIN_GRADS_COLLECTION = "main_grads"
 # collection a module sees it named whatever the call, and a call that makes a buffer takes the kernel's gradient.
 MAKES_MAIN_GRADS: ContextVar[bool] = ContextVar("makes_main_grads", default=False)
 
-# Whether the shapes of a call are asked for, and nothing else: it may make a KV cache, which apply does not.
-SHAPES_ALONE: ContextVar[bool] = ContextVar("shapes_alone", default=False)
+# Where the shapes of a call are asked for, and nothing else, the recipe of each state by its path, and not None: the
+# call may make a KV cache, which apply does not.
+SHAPES_ALONE: ContextVar[dict[tuple[str, ...], Recipe] | None] = ContextVar("shapes_alone", default=None)
 
 for _type in (AttentionState, GemmState):
     flax.serialization.register_serialization_state(
@@ -110,7 +112,10 @@ class Fp8Module(nn.Module):
                 )
             where = " ".join([type(self).__name__, "/".join(self.path)]).rstrip()
             raise ValueError(f"{where}: FP8 state {name!r} is not among the variables. {remedy}")
-        return kind.of(self.variable(STATE_COLLECTION, name, kind.create, current().recipe).value)
+        recipe, asked = current().recipe, SHAPES_ALONE.get()
+        if asked is not None:
+            asked[(*self.scope.path, name)] = recipe
+        return kind.of(self.variable(STATE_COLLECTION, name, kind.create, recipe).value)
 
     @nn.nowrap
     def check_absent(self, field: str, *names: str) -> None:

@@ -38,7 +38,7 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     rest = {name: value for name, value in variables.items() if name != MAIN_GRADS_COLLECTION}
     token = MAKES_MAIN_GRADS.set(True)
     try:
-        needed = shapes_of_call(model, rest, args, kwargs).get(MAIN_GRADS_COLLECTION, {})
+        needed = shapes_of_call(model, rest, args, kwargs)[0].get(MAIN_GRADS_COLLECTION, {})
     finally:
         MAKES_MAIN_GRADS.reset(token)
     return _zeros(flax.core.unfreeze(needed), variables["params"])

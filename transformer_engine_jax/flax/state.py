@@ -23,7 +23,7 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     Args:
       model: any Linen module.
       variables: of the model, with or without FP8 state. What no recipe needs stays, as does state that fits, and of
-        one with another amax_history_len the scales and the newest amaxes.
+        one with another amax_history_len the newest amaxes; scales of another format or margin follow from the amaxes.
       args, kwargs: of a call of the model, as `model.apply` takes them; arrays or jax.ShapeDtypeStructs. The call may
         write the state and what its `mutable` names; where it says nothing, all but "params" and "intermediates".
 
@@ -36,7 +36,8 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     """
     check_model("init_state", model, variables)
     rest = {name: collection for name, collection in variables.items() if name != STATE_COLLECTION}
-    needed = shapes_of_call(model, rest, args, kwargs).get(STATE_COLLECTION, {})
+    shapes, recipes = shapes_of_call(model, rest, args, kwargs)
+    needed = shapes.get(STATE_COLLECTION, {})
     if current().recipe is None and not needed:
         raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
     old = flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))
@@ -47,10 +48,12 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
             kept = kept.get(key.key, {}) if isinstance(kept, Mapping) else {}
         kept = type(state).of(kept)
         length = state.packed.shape[-1] - 2  # of the recipe in force there, which the model may have set itself
-        if isinstance(kept, type(state)) and jnp.shape(kept.packed) == state.packed.shape:
-            return kept
         if isinstance(kept, type(state)) and jnp.shape(kept.packed)[:-1] == state.packed.shape[:-1]:
-            return kept.with_history(length)
+            kept = kept if jnp.shape(kept.packed) == state.packed.shape else kept.with_history(length)
+            recipe = recipes.get(tuple(key.key for key in path))  # none where a call of nn.jit was traced before
+            axes = kept.packed.shape[:-1]
+            placed = axes.count(len(kept.TENSORS)) == 1 and axes[-1] == len(kept.TENSORS)  # layers may lie elsewhere
+            return kept.rescaled(recipe) if placed and recipe is not None else kept
         one = state.create(DelayedScaling(amax_history_len=length)).packed[0]
         return type(state)(jnp.broadcast_to(one, state.packed.shape))  # whichever axis a scan stacks layers along
 
@@ -75,8 +78,8 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
-def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs) -> dict[str, Any]:
-    """Our collections as a call would make them, as jax.ShapeDtypeStructs."""
+def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs) -> tuple[dict[str, Any], dict]:
+    """(our collections as a call would make them, as jax.ShapeDtypeStructs, the recipe of each state by its path)."""
     ours = (STATE_COLLECTION, MAIN_GRADS_COLLECTION)
     # What modules sow is not written, as init does not: it may be anything, and not fit the transforms that it is in.
     mutable = kwargs.get("mutable", flax.core.DenyList(("params", "intermediates")))
@@ -92,8 +95,9 @@ def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs)
         made = model.apply(variables, *args, **kwargs)[1]
         return {name: made[name] for name in ours if name in made}
 
-    token = SHAPES_ALONE.set(True)
+    recipes = {}
+    token = SHAPES_ALONE.set(recipes)
     try:
-        return jax.eval_shape(run, variables, [given[i] for i in arrays])
+        return jax.eval_shape(run, variables, [given[i] for i in arrays]), recipes
     finally:
         SHAPES_ALONE.reset(token)

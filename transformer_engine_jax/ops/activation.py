@@ -334,7 +334,8 @@ def _biased(z, bias):
     sharding = jax.typeof(z).sharding
     if sharding.mesh.explicit_axes:
         bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[-2:])))
-    return (z.astype(jnp.float32) + bias.astype(jnp.float32)).astype(z.dtype)
+    bias = jnp.expand_dims(bias.astype(jnp.float32), range(z.ndim - bias.ndim))
+    return (z.astype(jnp.float32) + bias).astype(z.dtype)
 
 
 def _activation_forward(fused: Fused, z, bias):

@@ -14,7 +14,15 @@ def arrays(op: str, needed: Mapping[str, Any], *optional: Any) -> list[jax.Array
     for name, given in needed.items():
         if given is None:
             raise TypeError(f"{op}: {name}: expected an array, got None")
-    return [None if given is None else jnp.asarray(given) for given in (*needed.values(), *optional)]
+    named = [*needed.items(), *(("an optional argument", given) for given in optional)]
+    return [None if given is None else _array(op, name, given) for name, given in named]
+
+
+def _array(op: str, name: str, given: Any) -> jax.Array:
+    try:
+        return jnp.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name}: expected an array, got {type(given).__name__}") from error
 
 
 def as_mask(op: str, mask: jax.Array) -> jax.Array:

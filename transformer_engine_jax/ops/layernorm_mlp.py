@@ -170,11 +170,13 @@ def layernorm_mlp(
         and return_input.
       TypeError: `quantizers` are not of gemm_quantizers, or norm_options is no Norm.
     """
+    biases, kernel_axes = (None, None) if biases is None else biases, kernel_axes or ((), ())
+    for name, given in dict(kernels=kernels, biases=biases, names=names, kernel_axes=kernel_axes).items():
+        if not (isinstance(given, tuple | list) and len(given) == 2):
+            raise ValueError(f"layernorm_mlp: {name}: expected two, of the two products, got {_counted(given)}")
     x, gamma, beta, bias_1, bias_2 = arrays("layernorm_mlp", {"x": x}, gamma, beta, *biases)
     if norm_options is None and not (gamma is None and beta is None):
         raise ValueError("layernorm_mlp: gamma, beta: expected None where norm_options is None (no norm), got an array")
-    if not (isinstance(kernels, tuple | list) and len(kernels) == 2):
-        raise ValueError(f"layernorm_mlp: kernels: expected two, (kernel_1, kernel_2), got {_counted(kernels)}")
     if not (quantizers is None or (isinstance(quantizers, tuple | list) and len(quantizers) == 2)):
         raise ValueError(f"layernorm_mlp: quantizers: expected None or those of two, got {_counted(quantizers)}")
     kernel_1, kernel_2 = [unpacked("layernorm_mlp", kernel)[0] for kernel in kernels]
@@ -186,6 +188,11 @@ def layernorm_mlp(
         )
     first, second = quantizers or (None, None)
     check_quantizers("layernorm_mlp", first, second)
+    if quantizers is not None and (first is None or second is None):
+        raise ValueError(
+            "layernorm_mlp: quantizers: expected those of both products, or None, got those of one; compute an MLP of "
+            "which one product is in FP8 by te.layernorm_dense, te.activation and te.dense"
+        )
     check_dense("layernorm_mlp", x, kernel_1, bias_1, 1, first)
     activated = jax.ShapeDtypeStruct((*x.shape[:-1], kernel_1.shape[2]), x.dtype)
     check_dense("layernorm_mlp, second product", activated, kernel_2, bias_2, 1, second)

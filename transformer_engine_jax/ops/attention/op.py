@@ -77,6 +77,10 @@ def dot_product_attention(
         qkv = _checked_qkv(*arrays("dot_product_attention", {"query": query}), key, value)
         query, key, value = parts(qkv)
     query, key, value = arrays("dot_product_attention", dict(query=query, key=key, value=value))
+    if not isinstance(options, Attention):
+        raise TypeError(
+            f"dot_product_attention: options: expected te.Attention(scale, ...), got {type(options).__name__}"
+        )
     options.check()
     _check_shapes(query, key, value)
     query, key, value = (with_whole_heads(x, 2) for x in (query, key, value))
@@ -183,7 +187,8 @@ def check_broadcast(name: str, x, query, key):
     x = jnp.asarray(x)
     full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if x.ndim != 4 or any(n not in (1, m) for n, m in zip(x.shape, full)):
-        raise ValueError(f"dot_product_attention: {name}: expected a shape that broadcasts to {full}, got {x.shape}")
+        got = x.shape if x.ndim == 4 else f"{x.shape}, not of 4 axes"
+        raise ValueError(f"dot_product_attention: {name}: expected a shape that broadcasts to {full}, got {got}")
     if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"dot_product_attention: bias: expected f32, f16 or bf16, got {x.dtype}")
     return as_mask("dot_product_attention", x) if name == "mask" else x

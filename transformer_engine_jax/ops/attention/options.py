@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,8 +47,13 @@ class Attention(NamedTuple):
         """Raises ValueError for options that no attention has."""
         if self.softmax_type not in SOFTMAX_TYPES:
             raise ValueError(f"attention: softmax_type: expected one of {SOFTMAX_TYPES}, got {self.softmax_type!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"attention: dropout: expected a rate in [0, 1), got {self.dropout}")
+        for name in ("causal", "bias_before_scale", "bottom_right"):
+            if not isinstance(value := getattr(self, name), bool | np.bool_):
+                raise ValueError(f"attention: {name}: expected a bool, got {value!r}")
+        if not (isinstance(self.scale, numbers.Real) and math.isfinite(self.scale)):
+            raise ValueError(f"attention: scale: expected a finite number of Python's, got {self.scale!r}")
+        if not (isinstance(self.dropout, numbers.Real) and 0 <= self.dropout < 1):
+            raise ValueError(f"attention: dropout: expected a rate in [0, 1), got {self.dropout!r}")
         if self.score_mod is not None and not callable(self.score_mod):
             raise ValueError(
                 "attention: score_mod: expected a function of (scores, q_positions, k_positions) or None, got "
@@ -57,7 +64,9 @@ class Attention(NamedTuple):
             and len(self.window) == 2
             and all(isinstance(n, int | np.integer) and n >= -1 for n in self.window)
         ):
-            raise ValueError(f"attention: window: expected (left, right), each -1 for all or >= 0, got {self.window!r}")
+            raise ValueError(
+                f"attention: window: expected (left, right), a tuple of -1 for all or what is >= 0, got {self.window!r}"
+            )
 
 
 def as_window(window_size):
