@@ -125,13 +125,23 @@ def test_gradients_of_16_bits_are_converted_behind_all_barriers():
     assert made[jaxpr.outvars[0]] == "convert_element_type", "of 96 from 32, of 48 tokens"
 
 
-@pytest.mark.parametrize("m, n, again", [(48, 192, True), (128, 192, False), (48, 256, False), (48, 64, False)])
-def test_a_kernel_s_copy_of_16_bits_is_kept_or_made_again(m, n, again):
-    """Made again where tokens are few, and the kernel is as one of queries, keys and values."""
+@pytest.mark.parametrize(
+    "m, n, rounds, again",
+    [
+        (48, 192, False, True),
+        (48, 192, True, False),
+        (128, 192, False, False),
+        (48, 256, False, False),
+        (48, 64, False, False),
+    ],
+)
+def test_a_kernel_s_copy_of_16_bits_is_kept_or_made_again(m, n, rounds, again):
+    """Made again where tokens are few, the kernel is as one of queries, keys and values, and gradients are wide."""
     x, w, dy = emulated.normal(4, (m, 64), (64, n), (m, n))
     x, dy = jnp.asarray(x, jnp.bfloat16), jnp.asarray(dy, jnp.bfloat16)
     f = lambda x, w: dense(x, w, by_kernels=True)
-    _, vjp = jax.vjp(f, x, w)
+    with te.autocast(round_wgrad=rounds):
+        _, vjp = jax.vjp(f, x, w)
     kept = [a.dtype for a in jax.tree.leaves(vjp) if getattr(a, "shape", None) == w.shape]
     assert kept == [jnp.float32 if again else jnp.bfloat16]
     dx, dw = vjp(dy)

@@ -59,10 +59,11 @@ def _converts_again(static, kernel, y) -> bool:
 
     Where the gradient comes last, of a kernel that is two or three for one input, as that of queries, keys and values:
     what is kept of it outlives all else of a layer. It takes 1 % of gpt3-13b's layer, and saves a fifth of its
-    temporaries; those of an MLP would take more than twice as much, and save less.
+    temporaries; those of an MLP would take more than twice as much, and save less. A training step with gradients of 16
+    bits has the room: four layers of gpt's with 1024 tokens then need 2.05 GiB of temporaries for 1.67, Flax's 2.24.
     """
     k, n = _sizes(static, kernel)
-    return k < n <= 3 * k and kernel_last(static, kernel, y)
+    return not static.rounds_wgrad and k < n <= 3 * k and kernel_last(static, kernel, y)
 
 
 def _sizes(static, kernel) -> tuple[int, int]:
