@@ -150,10 +150,25 @@ def test_casts_have_no_gradient_and_say_so():
 
 
 KERNEL = jnp.ones((X.shape[-1], 48))
+DPA = te.recipe.DelayedScaling(fp8_dpa=True)
 
 
 def mlp_of_ones(**options):
     return te.layernorm_mlp(X, KERNEL[:, 0], None, (KERNEL[:, None], KERNEL.T), **options)
+
+
+def test_a_state_that_a_step_leaves_out_is_kept_by_update_collections():
+    state = trained = jax.grad(lambda s: jnp.sum(te.dense(X, KERNEL, quantizers=te.gemm_quantizers(s, DELAYED))))(
+        te.GemmState.create(DELAYED)
+    )
+    unused = jax.grad(lambda s: jnp.sum(te.dense(X, KERNEL, quantizers=te.gemm_quantizers(s))))(state)
+    assert not unused.packed.any()
+    testing.assert_same_bytes(te.update_collections(unused, state), trained)
+    testing.assert_same_bytes(te.update_collections(trained, te.GemmState.create(DELAYED)), trained)
+
+
+def test_no_quantizers_of_two_products_are_none():
+    testing.assert_same_bytes(mlp_of_ones(quantizers=(None, None)), mlp_of_ones())
 
 
 def test_none_is_no_bias_and_no_axes():
@@ -190,8 +205,12 @@ def test_a_state_as_a_checkpoint_has_it():
         ),
         (lambda q: te.dense(X, KERNEL, q), TypeError, "dense: an optional argument: expected an array, got GemmQ"),
         (lambda q: te.dense(X, KERNEL, preferred_element_type=jnp.int32), ValueError, "preferred_element_type: exp"),
-        (lambda q: te.gemm_quantizers(CURRENT), TypeError, "state: expected None, a GemmState .* got Float8.* second"),
-        (lambda q: te.attention_quantizers(te.GemmState.create()), TypeError, "expected None, a AttentionState"),
+        (lambda q: te.gemm_quantizers(CURRENT), TypeError, "state: expected None, GemmState.* got Float8.* second"),
+        (
+            lambda q: te.attention_quantizers(te.GemmState.create(), DPA),
+            TypeError,
+            r"expected None, AttentionState.create\(recipe\)",
+        ),
         (
             lambda q: mlp_of_ones(quantizers=(q, None)),
             ValueError,

@@ -117,7 +117,7 @@ def autocast(
     for name, value in (("enabled", enabled), ("calibrating", calibrating)):
         if not isinstance(value, int | np.bool_):
             raise TypeError(f"autocast: {name}: expected a bool, got {value!r}; the recipe is the second argument")
-    if not (round_wgrad is None or isinstance(round_wgrad, bool | np.bool_)):
+    if not (round_wgrad is None or isinstance(round_wgrad, int | np.bool_)):
         raise TypeError(f"autocast: round_wgrad: expected a bool or None, got {round_wgrad!r}")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast: recipe: expected an instance of a recipe such as DelayedScaling(), got {recipe!r}")

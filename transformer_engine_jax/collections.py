@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformer_engine_jax.quantized import AttentionState, GemmState
+from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates
 
 
-def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Mapping[str, Any]:
+def update_collections(new: Any, original: Any) -> Any:
     """`original` with the collections of `new` in place of its own, merged name by name.
 
     The FP8 state of a module that the step did not call, whose gradient is zero, stays as it is.
 
     Args:
-      new: collections or parts of them, such as the gradient of `_overwrite_with_gradient`.
-      original: all collections; what `new` does not name stays as it is.
+      new: collections or parts of them, such as the gradient of `_overwrite_with_gradient`; or one state alone.
+      original: all collections; what `new` does not name stays as it is. Or that state.
 
     Returns:
       A mapping of the type of `original`.
@@ -23,6 +23,8 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> M
     Raises:
       TypeError: one of them is not a mapping.
     """
+    if isinstance(new, QuantizerStates) and isinstance(original, type(new)):
+        return _merged(new, original)
     for name, value in (("new", new), ("original", original)):
         if not isinstance(value, Mapping):
             raise TypeError(

@@ -67,7 +67,8 @@ def _batched_alike(output: Any) -> Any:
     """The output, of which vmap batches all arrays where it batches one.
 
     Of an array that it does not batch, as an x that is passed on beside results of batched parameters, JAX has the sum
-    of the examples' cotangents, gives that to the backward pass of each, and adds up what they make of it.
+    of the examples' cotangents, gives that to the backward pass of each, and adds up what they make of it. So
+    vmap's out_axes can't be None for it.
     """
     leaves, tree = jax.tree.flatten(output)
     return jax.tree.unflatten(tree, batched_alike_p.bind(*leaves)) if len(leaves) > 1 else output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -115,17 +116,15 @@ class QuantizerStates:
 
         A scale stays where there is no amax yet, and where the recipe has a function of the scale before.
         """
-        if isinstance(self.packed, jax.ShapeDtypeStruct) or recipe.scaling_factor_compute_algo is not None:
+        given = self.packed
+        if isinstance(given, jax.ShapeDtypeStruct) or recipe.scaling_factor_compute_algo is not None:
             return self
-
-        def scale_of(name: str, state: QuantizerState):
-            dtype = recipe.backward_dtype if name == "grad" else recipe.forward_dtype
-            one = lambda scale, history: delayed_scale(recipe, jnp.roll(history, -1), scale, dtype)
-            scale = jnp.vectorize(one, signature="(),(h)->()")(state.scale, state.amax_history)
-            same = (jnp.abs(scale - state.scale) <= 1e-6 * scale) | (state.uses != 1)
-            return state._replace(scale=jnp.where(same, state.scale, scale))
-
-        return self.pack(**{name: scale_of(name, state) for name, state in self.states().items()})
+        if isinstance(given, jax.core.Tracer) or not getattr(given, "is_fully_addressable", True):
+            return type(self)(_rescaled(recipe, self).packed)
+        new = np.asarray(_rescaled(recipe, type(self)(np.asarray(given))).packed)
+        if np.array_equal(new, np.asarray(given)):
+            return self
+        return type(self)(jax.device_put(new, given.sharding) if isinstance(given, jax.Array) else new)
 
     def or_where_unused(self, old: Any):
         """These after a step, but `old` where no output of it depended on them: to JAX the gradient then is zero."""
@@ -169,6 +168,18 @@ class QuantizerStates:
         ones = jnp.ones(stacked, jnp.float32)
         fresh = QuantizerState(ones, jnp.zeros((*stacked, recipe.amax_history_len), jnp.float32), ones)
         return cls.pack(**dict.fromkeys(cls.TENSORS, fresh))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rescaled(recipe: DelayedScaling, states: QuantizerStates) -> QuantizerStates:
+    def rescaled(name: str, state: QuantizerState) -> QuantizerState:
+        dtype = recipe.backward_dtype if name == "grad" else recipe.forward_dtype
+        one = lambda scale, history: delayed_scale(recipe, jnp.roll(history, -1), scale, dtype)
+        scale = jnp.vectorize(one, signature="(),(h)->()")(state.scale, state.amax_history)
+        same = (jnp.abs(scale - state.scale) <= 1e-6 * scale) | (state.uses != 1)
+        return state._replace(scale=jnp.where(same, state.scale, scale))
+
+    return states.pack(**{name: rescaled(name, state) for name, state in states.states().items()})
 
 
 class GemmState(QuantizerStates):

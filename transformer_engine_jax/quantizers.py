@@ -167,15 +167,15 @@ def under(recipe: Recipe | None) -> contextlib.AbstractContextManager:
     return autocast(not calibrating, recipe, calibrating=calibrating)
 
 
-def _of_kind(op: str, kind: type[QuantizerStates], state: Any) -> QuantizerStates | None:
-    """The state, also of what was restored without a target; TypeError where it is something else."""
+def _of_kind(op: str, kind: type[QuantizerStates], state: Any, needed: bool) -> QuantizerStates | None:
+    """The state, also of what was restored without a target; TypeError where it is something else, and needed."""
     state = kind.of(state)
-    if state is not None and not isinstance(state, kind):
+    if isinstance(state, Recipe) or (needed and state is not None and not isinstance(state, kind)):
         raise TypeError(
-            f"{op}: state: expected None, a {kind.__name__} or {{'packed': array}}, as a checkpoint has it, got "
-            f"{type(state).__name__}; the recipe is the second argument"
+            f"{op}: state: expected None, {kind.__name__}.create(recipe) or {{'packed': array}}, as a checkpoint has "
+            f"it, got {type(state).__name__}; the recipe is the second argument"
         )
-    return state
+    return state if needed else None
 
 
 def gemm_quantizers(
@@ -197,9 +197,10 @@ def gemm_quantizers(
       ValueError: the recipe needs a state and there is none, or its history has another length.
       TypeError: the state is something else.
     """
-    state = _of_kind("gemm_quantizers", GemmState, state)
     with under(recipe):
-        if current().recipe is None:
+        recipe = current().recipe
+        state = _of_kind("gemm_quantizers", GemmState, state, needed=recipe is not None and recipe.stateful)
+        if recipe is None:
             return None
         forward = quantizer_spec(checkpoint_name=checkpoint_name)
         backward = quantizer_spec(backward=True, checkpoint_name=checkpoint_name)
@@ -229,9 +230,9 @@ def attention_quantizers(
       ValueError: the recipe needs a state and there is none, or its history has another length.
       TypeError: the state is something else.
     """
-    state = _of_kind("attention_quantizers", AttentionState, state)
     with under(recipe):
         recipe = current().recipe
+        state = _of_kind("attention_quantizers", AttentionState, state, needed=needs_attention_state())
         if recipe is None or not recipe.fp8_dpa:
             return None
         if recipe.stateful:

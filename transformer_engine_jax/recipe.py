@@ -79,7 +79,7 @@ class Recipe:
     """What the ops ask of every recipe: formats, accumulation, and how scales are computed.
 
     One of your own subclasses this where scales follow the data at hand (stateful = False), and DelayedScaling where
-    they follow a history.
+    they follow a history. Of these defaults it makes dataclass fields of its own where they are to be arguments.
     """
 
     stateful: ClassVar[bool]
@@ -182,8 +182,8 @@ class DelayedScaling(Recipe):
         _check(self, "scaling_factor_compute_algo", factor is None or callable(factor), "None or a function")
         _check(self, "reduce_amax", self.reduce_amax is True, "True (a sharded tensor has one amax)")
         what = "of a recipe without a history; give a scaling_factor_compute_algo"
-        _check(self, "use_power_2_scales", not self.use_power_2_scales, f"False: True is {what}")
-        _check(self, "amax_epsilon", not self.amax_epsilon, f"0: others are {what}")
+        _check(self, "use_power_2_scales", factor or not self.use_power_2_scales, f"False: True is {what}")
+        _check(self, "amax_epsilon", factor or not self.amax_epsilon, f"0: others are {what}")
 
 
 @dataclasses.dataclass(frozen=True)

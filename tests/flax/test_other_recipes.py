@@ -35,13 +35,15 @@ class Mixed(nn.Module):
 
 
 class Scanned(nn.Module):
+    layers: int
+
     @nn.compact
     def __call__(self, x):
         body = nn.scan(
             lambda mlp, x, _: (mlp(x)[0], None),
             variable_axes={"params": 0, STATE_COLLECTION: 0},
             split_rngs={"params": True},
-            length=2,
+            length=self.layers,
             metadata_params={nn.PARTITION_NAME: None},
         )
         return body(MLP.clone(name="layers", parent=self), x, None)[0]
@@ -58,7 +60,7 @@ def under(rec, model, variables):
         return te_flax.init_state(model, variables, X)
 
 
-@pytest.mark.parametrize("model", [MLP, Mixed(), Scanned()], ids=["mlp", "mixed", "scanned"])
+@pytest.mark.parametrize("model", [MLP, Mixed(), Scanned(2), Scanned(3)], ids=["mlp", "mixed", "two", "three"])
 @pytest.mark.parametrize("old, new", [("e5m2", "hybrid"), ("hybrid", "e4m3"), ("hybrid", "margin"), ("e5m2", "newest")])
 def test_scales_are_those_that_the_amaxes_give(old, new, model):
     variables, rec = trained(model, RECIPES[old]), RECIPES[new]

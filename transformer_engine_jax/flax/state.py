@@ -18,7 +18,7 @@ from transformer_engine_jax.recipe import DelayedScaling
 
 
 def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict[str, Any]:
-    """The variables with the FP8 state that the recipes in force in a call need; nothing is computed.
+    """The variables with the FP8 state that the recipes in force in a call need; nothing of the model is computed.
 
     Args:
       model: any Linen module.
@@ -51,9 +51,8 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         if isinstance(kept, type(state)) and jnp.shape(kept.packed)[:-1] == state.packed.shape[:-1]:
             kept = kept if jnp.shape(kept.packed) == state.packed.shape else kept.with_history(length)
             recipe = recipes.get(tuple(key.key for key in path))  # none where a call of nn.jit was traced before
-            axes = kept.packed.shape[:-1]
-            placed = axes.count(len(kept.TENSORS)) == 1 and axes[-1] == len(kept.TENSORS)  # layers may lie elsewhere
-            return kept.rescaled(recipe) if placed and recipe is not None else kept
+            leading = kept.packed.shape[-2] == len(kept.TENSORS)  # layers that are stacked along another axis stay
+            return kept.rescaled(recipe) if leading and recipe is not None else kept
         one = state.create(DelayedScaling(amax_history_len=length)).packed[0]
         return type(state)(jnp.broadcast_to(one, state.packed.shape))  # whichever axis a scan stacks layers along
 

@@ -188,7 +188,9 @@ def layernorm_mlp(
         )
     first, second = quantizers or (None, None)
     check_quantizers("layernorm_mlp", first, second)
-    if quantizers is not None and (first is None or second is None):
+    if first is None and second is None:
+        quantizers = None
+    elif first is None or second is None:
         raise ValueError(
             "layernorm_mlp: quantizers: expected those of both products, or None, got those of one; compute an MLP of "
             "which one product is in FP8 by te.layernorm_dense, te.activation and te.dense"

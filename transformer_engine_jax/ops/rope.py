@@ -85,7 +85,7 @@ def rope_frequencies(head_dim: int, windows: tuple[float, float] = (1, 10000)) -
     pair = np.asarray(windows)
     if pair.shape != (2,) or pair.dtype.kind not in "iuf" or not (pair > 0).all():
         raise ValueError(f"rope_frequencies: windows: expected two positive numbers, got {windows!r}")
-    if not isinstance(head_dim, int | np.integer) or head_dim < 2 or head_dim % 2:
+    if head_dim < 2 or head_dim % 2:
         raise ValueError(f"rope_frequencies: head_dim: expected an even number, 2 or more, got {head_dim!r}")
     low, high = windows
     return jnp.asarray(1.0 / (low * (high / low) ** (np.arange(0, head_dim, 2) / head_dim)), jnp.float32)

@@ -44,14 +44,15 @@ def fp8_attention(
 def _forward(static: Flash, query, key, value, quantizers: tuple[Quantizer, ...], q_len, k_len):
     tensors = query, *static.repeated(key, value)  # before the cast, whose kernel is not to be sharded by parts either
     casts = [quantize_for(quantizer, x) for quantizer, x in zip(quantizers, tensors)]
-    q, k, v = (cast.q.data for cast in casts)
-    v_descale = casts[2].q.scale_inv
+    rounded = computed_once([cast.q for cast in casts], of="quantized")
+    (q, k, v), scales = [x.data for x in rounded], [x.scale_inv for x in rounded]
+    v_descale = scales[2]
     o, stats = attention_fp8_fwd(
-        static.by_group(q, key), k, v, *[cast.q.scale_inv for cast in casts],
+        static.by_group(q, key), k, v, *scales,
         WEIGHT_SCALE, 1 / WEIGHT_SCALE, 1.0 / v_descale, q_len, k_len, **static.attributes,
     )  # fmt: skip
     o, amaxes = computed_once(o.reshape(query.shape), of="quantized"), [cast.amax for cast in casts]
-    saved = stats, [cast.q for cast in casts], o, quantizers, amaxes, q_len, k_len
+    saved = stats, rounded, o, quantizers, amaxes, q_len, k_len
     return dequantize(o, v_descale, dtype=query.dtype), saved
 
 

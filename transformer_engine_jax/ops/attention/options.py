@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 SOFTMAX_TYPES = ("vanilla", "off_by_one", "learnable")
@@ -48,11 +48,11 @@ class Attention(NamedTuple):
         if self.softmax_type not in SOFTMAX_TYPES:
             raise ValueError(f"attention: softmax_type: expected one of {SOFTMAX_TYPES}, got {self.softmax_type!r}")
         for name in ("causal", "bias_before_scale", "bottom_right"):
-            if not isinstance(value := getattr(self, name), bool | np.bool_):
+            if isinstance(value := getattr(self, name), str) or value is None:
                 raise ValueError(f"attention: {name}: expected a bool, got {value!r}")
-        if not (isinstance(self.scale, numbers.Real) and math.isfinite(self.scale)):
-            raise ValueError(f"attention: scale: expected a finite number of Python's, got {self.scale!r}")
-        if not (isinstance(self.dropout, numbers.Real) and 0 <= self.dropout < 1):
+        if not isinstance(self.scale, jax.core.Tracer) and not math.isfinite(_number(self.scale)):
+            raise ValueError(f"attention: scale: expected a finite number, got {self.scale!r}")
+        if not 0 <= _number(self.dropout) < 1:
             raise ValueError(f"attention: dropout: expected a rate in [0, 1), got {self.dropout!r}")
         if self.score_mod is not None and not callable(self.score_mod):
             raise ValueError(
@@ -67,6 +67,13 @@ class Attention(NamedTuple):
             raise ValueError(
                 f"attention: window: expected (left, right), a tuple of -1 for all or what is >= 0, got {self.window!r}"
             )
+
+
+def _number(given) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def as_window(window_size):
