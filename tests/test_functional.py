@@ -204,7 +204,6 @@ def test_a_state_as_a_checkpoint_has_it():
             "dot_general: kernel: expected an array, got Accumulating",
         ),
         (lambda q: te.dense(X, KERNEL, q), TypeError, "dense: an optional argument: expected an array, got GemmQ"),
-        (lambda q: te.dense(X, KERNEL, preferred_element_type=jnp.int32), ValueError, "preferred_element_type: exp"),
         (lambda q: te.gemm_quantizers(CURRENT), TypeError, "state: expected None, GemmState.* got Float8.* second"),
         (
             lambda q: te.attention_quantizers(te.GemmState.create(), DPA),

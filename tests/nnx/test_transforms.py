@@ -125,6 +125,22 @@ def test_a_history_of_another_length_says_what_to_do():
     assert all((s.amax_history > 0).sum() == 1 and s.amax_history.shape == (7,) for s in states(model).values())
 
 
+def test_state_of_another_recipe_keeps_its_amaxes():
+    """Of another length, format and margin: the newest amaxes, and the scales that they give."""
+    model, other = Layer(rngs=nnx.Rngs(0)), recipe.DelayedScaling(1, recipe.Format.E4M3, amax_history_len=3)
+    for _ in range(4):
+        with steps.autocast(recipe.DelayedScaling()):
+            te_nnx.update_state(model, nnx.jit(nnx.grad(loss_fn, argnums=WITH_STATE))(model))
+    before = states(model)
+    te_nnx.init_fp8_state(model, other)
+    for path, state in states(model).items():
+        np.testing.assert_array_equal(state.amax_history[1:], before[path].amax_history[1:3])  # the newest two
+        np.testing.assert_allclose(state.scale, 448 / 2 / state.amax_history.max(), rtol=1e-6)
+    exact = model(X)[0]
+    with steps.autocast(other):
+        assert testing.relative_error(model(X)[0], exact) < 0.1
+
+
 def test_split_and_merge_in_a_plain_jax_step():
     model = twins.make(Layer)
     graph, params, fp8, rest = nnx.split(model, nnx.Param, te_nnx.Fp8State, ...)

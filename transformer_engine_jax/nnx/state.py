@@ -107,9 +107,10 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
 
 
 def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
-    """Starts all FP8 state of the model anew, in place, for a recipe: needed where its amax_history_len is another.
+    """Makes all FP8 state of the model, in place, fit a recipe of another amax_history_len, format or margin.
 
-    Attention gets its state where the recipe has fp8_dpa and it is not there yet.
+    The newest amaxes stay, and scales follow from them; where there are none yet they stay too. Attention gets its
+    state where the recipe has fp8_dpa and it is not there yet.
 
     Args:
       model: any module; stacked layers keep their leading axes.
@@ -119,7 +120,8 @@ def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
     found = list(nnx.iter_graph(model))
     states = {path: v for path, v in found if isinstance(v, Fp8State) and v.states is not None}
     for variable in states.values():
-        variable.set_value(variable.holding(variable.states.create(recipe, variable.states.layout[0])))
+        fitting = variable.states.with_history(recipe.amax_history_len).rescaled(recipe)
+        variable.set_value(variable.holding(fitting))
     for path, node in found if recipe.fp8_dpa else []:
         if isinstance(node, nnx.Module) and getattr(node, "attention_state", node) is None:
             node.attention_state = Fp8State.create(AttentionState, recipe, _stacked(path, states))

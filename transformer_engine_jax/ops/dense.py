@@ -7,7 +7,6 @@ import operator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_engine_jax.autocast import current
@@ -320,8 +319,6 @@ def dense(
     check_quantizers("dense", quantizers)
     x, bias, residual = arrays("dense", {"x": x}, bias, residual)
     k_axes = operator.index(k_axes)
-    if preferred_element_type is not None and not jnp.issubdtype(preferred_element_type, jnp.floating):
-        raise ValueError(f"dense: preferred_element_type: expected a float's dtype, got {preferred_element_type!r}")
     input_axes, output_axes, kernel_axes = input_axes or (), output_axes or (), kernel_axes or ()
     x, m_axes = constrain(x, input_axes), x.ndim - k_axes
     shards = SequenceShards.of(x, output_axes[:m_axes], input_axes[:m_axes])
