@@ -18,10 +18,10 @@ def update_collections(new: Any, original: Any) -> Any:
       original: all collections; what `new` does not name stays as it is. Or that state.
 
     Returns:
-      A mapping of the type of `original`.
+      A mapping of the type of `original`, or a state.
 
     Raises:
-      TypeError: one of them is not a mapping.
+      TypeError: they are neither mappings nor states of one kind.
     """
     if isinstance(new, QuantizerStates) and isinstance(original, type(new)):
         return _merged(new, original)

@@ -159,9 +159,9 @@ class DelayedScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     fp8_gemms: str | Callable = "auto"
-    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
-    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=False)
-    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_fprop: MMParams = Recipe.fp8_gemm_fprop
+    fp8_gemm_dgrad: MMParams = Recipe.fp8_gemm_dgrad
+    fp8_gemm_wgrad: MMParams = Recipe.fp8_gemm_wgrad
 
     stateful: ClassVar[bool] = True
 
@@ -216,9 +216,9 @@ class Float8CurrentScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     fp8_gemms: str | Callable = "auto"
-    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
-    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=False)
-    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_fprop: MMParams = Recipe.fp8_gemm_fprop
+    fp8_gemm_dgrad: MMParams = Recipe.fp8_gemm_dgrad
+    fp8_gemm_wgrad: MMParams = Recipe.fp8_gemm_wgrad
 
     stateful: ClassVar[bool] = False
 
