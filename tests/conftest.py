@@ -27,12 +27,12 @@ from transformer_engine_jax import decisions, precision  # noqa: E402
 # Most tests are of FP8 at sizes for which a GPU would not use it; tests/test_precision.py is of that choice. Nor would
 # it use kernels for so few tokens; tests/flax/test_decode.py is of that.
 precision.platform = lambda: "cpu"
-decisions.FEW_TOKENS = 0
+decisions.FEW_TOKENS = decisions.FEW_WHERE_CONVERTED = 0
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Processes that `-n auto` starts: one a core, of which each needs up to 4 GiB of memory."""
+    """Processes that `-n auto` starts: one a core, of which each needs up to 4 GiB of memory (`bounded`)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     of_container = Path("/sys/fs/cgroup/memory.max")
@@ -41,12 +41,19 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(cores, memory // 2**32))
 
 
-MAPS = Path("/proc/self/maps")
+PROC = Path("/proc/self")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_maps():
-    """Compiled programs map memory, and Linux lets a process have 65530 pieces of it: past these XLA crashes."""
+def bounded():
+    """Compiled programs are let go of where they take over 3 GiB of memory, or a third of the pieces that Linux allows.
+
+    Past 65530 pieces XLA crashes.
+    """
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20000:
+    if not PROC.exists():
+        return
+    pieces = (PROC / "maps").read_bytes().count(b"\n")
+    resident = int((PROC / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if pieces > 20000 or resident > 3 * 2**30:
         jax.clear_caches()

@@ -9,7 +9,9 @@ import re
 
 import jax
 
+# Of fewer tokens GPUs do better by XLA: by its fusions, and by its products of kernels in 16 bits, or of others.
 FEW_TOKENS = 64
+FEW_WHERE_CONVERTED = 320
 
 _FORM = re.compile(r"\w+: [\w-]+ \(.*\)")
 
@@ -31,12 +33,14 @@ def devices() -> int:
     return jax.device_count() if mesh.empty else mesh.size
 
 
-def few(tokens) -> bool:
+def few(tokens, converted: bool = False) -> bool:
     """Whether GPUs do better by XLA's own products and fusions of so few tokens, as of those that are generated.
 
-    A kernel of one token takes 2 us, whatever it does: what is fused with its neighbours is free.
+    A kernel of one token takes 2 us, whatever it does: what is fused with its neighbours is free. In a product of a
+    kernel that is converted to 16 bits XLA converts as it reads, and its gradient as it is written.
     """
-    return isinstance(tokens, int) and tokens < FEW_TOKENS and platform() == "gpu"
+    least = FEW_WHERE_CONVERTED if converted else FEW_TOKENS
+    return isinstance(tokens, int) and tokens < least and platform() == "gpu"
 
 
 def shards(x) -> int:

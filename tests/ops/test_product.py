@@ -182,9 +182,12 @@ def test_what_is_not_computed_here(monkeypatch):
     assert module.computes(x, kernel, 1)
     assert not module.computes(x.astype(jnp.float32), kernel, 1)
     assert not module.computes(x[:0], kernel, 1)
-    monkeypatch.setattr(decisions, "FEW_TOKENS", 4)
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 2)
+    monkeypatch.setattr(decisions, "FEW_WHERE_CONVERTED", 4)
     assert module.computes(x.reshape(2, 2, 8), kernel, 1) and not module.computes(x[:3], kernel, 1)
     assert not module.computes(x.reshape(2, 2, 8), kernel.reshape(2, 4, 4), 2)
+    in_16_bits = kernel.astype(jnp.bfloat16)
+    assert module.computes(x[:3], in_16_bits, 1) and not module.computes(x[:1], in_16_bits, 1)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not module.computes(x, kernel, 1)
     for size in (2, 1):  # the mesh in force counts, also where it is not of this machine's devices
@@ -225,6 +228,40 @@ def test_a_row_alone_and_a_kernel_of_unknown_size(monkeypatch):
     shapes = jax.ShapeDtypeStruct((1, 8), jnp.float32), jax.ShapeDtypeStruct((8, n), jnp.float32)
     read = jax.export.export(jax.jit(dense))(*shapes)
     testing.assert_close(read.call(jnp.ones((1, 8)), jnp.ones((8, 5))), jnp.full((1, 5), 8.0), F32)
+
+
+# x, kernel, contracted axes
+OF_ONE = {
+    "the first": ((2, 4, 8), (8, 1, 6), 1),
+    "the last, of three": ((4, 2, 4), (2, 4, 3, 1), 2),
+    "all": ((4, 8), (8, 1, 1), 1),
+    "of one row": ((1, 8), (8, 1, 6), 1),
+}
+
+
+@pytest.mark.parametrize("case", OF_ONE)
+def test_axes_of_one_stay_out_of_the_product(case, monkeypatch):
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
+    x, kernel, k_axes = OF_ONE[case]
+    x, kernel, dy = emulated.normal(7, x, kernel, x[: len(x) - k_axes] + kernel[k_axes:])
+    run = jax.jit(partial(dense, k_axes=k_axes))
+    (product,) = (eqn for eqn in jax.make_jaxpr(partial(dense, k_axes=k_axes))(x, kernel).eqns if "dot" in str(eqn))
+    assert 1 not in product.invars[1].aval.shape
+    y, vjp = jax.vjp(run, jnp.asarray(x), jnp.asarray(kernel))
+    rows, columns = x.ndim - k_axes, kernel.ndim - k_axes
+    dx = np.tensordot(dy, kernel, [range(-columns, 0), range(-columns, 0)])
+    dkernel = np.tensordot(x, dy, [range(rows), range(rows)])
+    testing.assert_close((y, *vjp(jnp.asarray(dy))), (np.tensordot(x, kernel, k_axes), dx, dkernel), F32)
+
+
+def test_axes_of_one_on_an_explicit_mesh():
+    x, kernel = emulated.normal(7, (4, 8), (8, 1, 6))
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, jax.P("data")), jax.device_put(kernel, jax.P(None, None, "tensor"))
+        y = jax.jit(dense)(*placed)
+        assert jax.typeof(y).sharding.spec == jax.P("data", None, "tensor")
+        testing.assert_close(y, np.tensordot(x, kernel, 1), F32)
 
 
 def test_explain_says_why_few_tokens_run_in_plain_jax(monkeypatch):

@@ -21,7 +21,8 @@ from transformer_engine_jax.order import all_at_once, in_scanned_layers
 def computes(x, kernel, k_axes: int) -> bool:
     """Whether it computes these: 16 bits, on one GPU; over several, XLA hides collectives behind its own products."""
     fits = x.dtype in (jnp.bfloat16, jnp.float16) and x.size > 0 and kernel.size > 0
-    return fits and platform() == "gpu" and devices() == 1 and not few(math.prod(x.shape[: x.ndim - k_axes]))
+    tokens, converted = math.prod(x.shape[: x.ndim - k_axes]), kernel.dtype != x.dtype
+    return fits and platform() == "gpu" and devices() == 1 and not few(tokens, converted)
 
 
 def _last(x, axes: int) -> jax.Array:

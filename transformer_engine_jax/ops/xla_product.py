@@ -50,6 +50,14 @@ def _sharding(x, kernel, k_axes: int) -> NamedSharding | None:
 def _contracted(x, kernel, k_axes: int, dtype, sharding: NamedSharding | None) -> jax.Array:
     """x[m.., k..] kernel[k.., n..] by XLA."""
     rows = x.ndim - k_axes
+    single = [axis for axis in range(k_axes, kernel.ndim) if kernel.shape[axis] == 1]
+    if single:  # lest XLA transpose the kernel's gradient, and copy what an update has in place
+        added = [axis + rows - k_axes for axis in single]
+        if sharding is not None:
+            spec = [entry for axis, entry in enumerate(sharding.spec) if axis not in added]
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        y = _contracted(x, jax.lax.squeeze(kernel, single), k_axes, dtype, sharding)
+        return jax.lax.expand_dims(y, added)
     fits = isinstance(kernel.size, int) and kernel.size <= LARGEST_FOR_TWO_ROWS
     alone = rows > 0 and few(1) and math.prod(x.shape[:rows]) == 1 and fits
     if alone:
