@@ -355,18 +355,27 @@ def _in_one_vmap(run: Callable, otherwise: Callable) -> Callable:
     return wrapped
 
 
-def _no_second_derivative(primals, tangents, *, call: Call):
-    name = call.kernel.name
-    instead = f"; te.{name} has none, train with te.dense" if name in ("quantize", "dequantize") else ""
-    raise NotImplementedError(
-        f"{name}: expected to be differentiated inside an op, once and in reverse mode (jax.grad, "
-        "jax.vjp): a kernel of transformer_engine_jax has no derivative of its own, and ops have neither tangents nor "
-        f"second derivatives{instead}. Where a gradient inside of a loss is not to be differentiated itself, put "
-        "jax.lax.stop_gradient on all that it is computed from, parameters and state too, before it is"
-    )
+def _derivative(primals, tangents, *, call: Call):
+    """That of the reference, where nothing is in FP8: what an op's two passes compute has it, so second derivatives."""
+    if any(_is_fp8(x.dtype) for x in (*primals, *call.result_shapes(primals)) if x is not None):
+        name = call.kernel.name
+        instead = f" (te.{name} has none, train with te.dense)" if name in ("quantize", "dequantize") else ""
+        raise NotImplementedError(
+            f"{name}: expected to be differentiated inside an op, once and in reverse mode (jax.grad, jax.vjp): FP8 "
+            f"has neither tangents nor second derivatives{instead}. Leave it off there, by te.autocast(enabled=False); "
+            "or, where a gradient inside of a loss is not to be differentiated itself, put jax.lax.stop_gradient on "
+            "all that it is computed from, parameters and state too, before it is"
+        )
+    with jax.numpy_rank_promotion("allow"):
+        run = lambda *operands: [r for r in call.run_reference(*operands) if r is not None]
+        return jax.jvp(run, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
-ad.primitive_jvps[kernel_p] = _no_second_derivative
+def _is_fp8(dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1
+
+
+ad.primitive_jvps[kernel_p] = _derivative
 
 
 def _without_unused(used: Sequence[bool], *others):

@@ -16,7 +16,7 @@ import jax
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.decisions import devices
@@ -62,6 +62,7 @@ after_p = Primitive("te_after")
 after_p.def_impl(lambda x, other: x)
 after_p.def_abstract_eval(lambda x, other: x)
 batching.primitive_batchers[after_p] = lambda values, axes: (after_p.bind(*values), axes[0])
+ad.primitive_jvps[after_p] = lambda values, tangents: (after_p.bind(*values), tangents[0])
 prim_requires_devices_during_lowering.add(after_p)
 
 
