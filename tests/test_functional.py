@@ -145,7 +145,7 @@ def test_mistakes_in_casts(call, message):
 
 def test_casts_have_no_gradient_and_say_so():
     cast = lambda x: te.quantize(x, 1.0, dtype=jnp.float8_e4m3fn).q.astype(jnp.float32).sum()
-    with pytest.raises(NotImplementedError, match="a kernel of transformer_engine_jax has no derivative of its own"):
+    with pytest.raises(NotImplementedError, match="quantize: .*FP8 has neither tangents nor second"):
         jax.grad(cast)(X)
 
 
@@ -165,6 +165,17 @@ def test_a_state_that_a_step_leaves_out_is_kept_by_update_collections():
     assert not unused.packed.any()
     testing.assert_same_bytes(te.update_collections(unused, state), trained)
     testing.assert_same_bytes(te.update_collections(trained, te.GemmState.create(DELAYED)), trained)
+
+
+def test_the_states_of_a_vmap_of_gradients_are_refused():
+    state, xs = te.GemmState.create(DELAYED), jnp.stack([X, 2 * X])
+    loss = lambda s, x: jnp.sum(te.dense(x, KERNEL, quantizers=te.gemm_quantizers(s, DELAYED)))
+    of_each = jax.vmap(jax.grad(loss), (None, 0))(state, xs)
+    with pytest.raises(ValueError, match=r"expected one with the leading axes \[\] of the model's, got \[2\]; a vmap"):
+        te.update_collections(of_each, state)
+    of_all = jax.grad(lambda s: jnp.sum(jax.vmap(loss, (None, 0))(s, xs)))(state)
+    newest, largest = te.update_collections(of_all, state).x.amax_history[1], jnp.abs(xs).max()
+    assert of_all.x.uses == 1 and largest <= newest <= 1.25 * largest
 
 
 def test_no_quantizers_of_two_products_are_none():

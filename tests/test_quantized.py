@@ -214,22 +214,6 @@ def test_states_that_go_unused_several_times_stay_as_they_are():
         jax.tree.map(np.testing.assert_array_equal, got, state)
 
 
-def test_states_that_go_unused_out_of_sight_of_one_another_do_not_grow():
-    state = before = state_after([2])
-    apart = jax.jit(lambda s, y: keep(y, [s]))  # each call is a function of its own to JAX
-    step = jax.jit(jax.grad(lambda s: jnp.sum(apart(s, jnp.ones(3)) * apart(s, jnp.ones(3)))))
-    for _ in range(8):
-        state = step(state)
-    assert state.packed[..., 1].max() <= 2
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda s: s / 2, state), before)
-
-
-def test_states_that_go_unused_are_kept_as_what_they_were_before_they_were_scaled():
-    state = state_after([2])
-    got = jax.grad(lambda s: jnp.sum(keep(jnp.ones(3), [s])))(jax.tree.map(lambda x: x / 8, state))
-    jax.tree.map(np.testing.assert_array_equal, got, state)
-
-
 def test_errors_of_attach():
     for wrong, got in ((None, "None"), (Single(None), r"Single\(packed=None\)"), ({"a": 1}, r"\{'a': 1\}")):
         with pytest.raises(ValueError, match=f"expected the states of what it quantizes, got {got}"):

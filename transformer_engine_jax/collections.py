@@ -22,6 +22,7 @@ def update_collections(new: Any, original: Any) -> Any:
 
     Raises:
       TypeError: they are neither mappings nor states of one kind.
+      ValueError: a state has other leading axes than the original, as those of a vmap of gradients.
     """
     if isinstance(new, QuantizerStates) and isinstance(original, type(new)):
         return _merged(new, original)

@@ -126,9 +126,29 @@ class QuantizerStates:
             return self
         return type(self)(jax.device_put(new, given.sharding) if isinstance(given, jax.Array) else new)
 
+    def kept(self):
+        """These as a step leaves them that does not use them; several copies of that may be added together.
+
+        A sum of n states must not grow n times with every step. Its scales follow from its amaxes when it is next read,
+        by a recipe that is not known now: it is marked by as few uses as a state has that was scaled down.
+        """
+        scale, uses, _ = unpacked(self.packed)
+        safe, one, amaxes = unpacked(mended(self.packed, 1.0, 1.0, False))
+        of_one = packed(jnp.where(states_in(uses) > 1, safe, scale_of_each(scale, uses)), one, amaxes)
+        return type(self)(jnp.where(states_in(uses)[..., None] == 1, self.packed, of_one * np.float32(2**-12)))
+
     def or_where_unused(self, old: Any):
         """These after a step, but `old` where no output of it depended on them: to JAX the gradient then is zero."""
-        if type(old) is not type(self) or self.packed is None or jnp.shape(old.packed) != jnp.shape(self.packed):
+        if type(old) is not type(self) or self.packed is None or old.packed is None:
+            return self
+        leading, expected = jnp.shape(self.packed)[:-2], jnp.shape(old.packed)[:-2]
+        if leading != expected:
+            raise ValueError(
+                f"FP8 state: expected one with the leading axes {list(expected)} of the model's, got {list(leading)}; "
+                "a vmap of gradients has a state of each example: differentiate the sum over examples by the one state "
+                "that all have, see GUIDE.md, Gradients of each example"
+            )
+        if jnp.shape(old.packed) != jnp.shape(self.packed):  # of another history length
             return self
         return type(self)(jnp.where(in_use(self.packed[..., 1:2]), self.packed, old.packed))
 
@@ -170,14 +190,21 @@ class QuantizerStates:
         return cls.pack(**dict.fromkeys(cls.TENSORS, fresh))
 
 
+def _of_one(state: QuantizerState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(scale, history, uses of 1) of a state that may be a sum of some, or scaled; the scale is that of their mean."""
+    scale, uses, history = unpacked(mended(packed(state.scale, state.uses, state.amax_history), 448.0, 1.0, False))
+    return jnp.where(state.uses == 1, scale, scale_of_each(state.scale, state.uses)), history, uses
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _rescaled(recipe: DelayedScaling, states: QuantizerStates) -> QuantizerStates:
     def rescaled(name: str, state: QuantizerState) -> QuantizerState:
         dtype = recipe.backward_dtype if name == "grad" else recipe.forward_dtype
         one = lambda scale, history: delayed_scale(recipe, jnp.roll(history, -1), scale, dtype)
-        scale = jnp.vectorize(one, signature="(),(h)->()")(state.scale, state.amax_history)
-        same = (jnp.abs(scale - state.scale) <= 1e-6 * scale) | (state.uses != 1)
-        return state._replace(scale=jnp.where(same, state.scale, scale))
+        of_one = QuantizerState(*_of_one(state))
+        scale = jnp.vectorize(one, signature="(),(h)->()")(of_one.scale, of_one.amax_history)
+        as_it_is = (jnp.abs(scale - state.scale) <= 1e-6 * scale) & (state.uses == 1)
+        return of_one._replace(scale=jnp.where(as_it_is, state.scale, scale))
 
     return states.pack(**{name: rescaled(name, state) for name, state in states.states().items()})
 

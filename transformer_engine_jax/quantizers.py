@@ -19,7 +19,7 @@ import numpy as np
 from transformer_engine_jax.alignment import align
 from transformer_engine_jax.autocast import autocast, current
 from transformer_engine_jax.differentiable import differentiable
-from transformer_engine_jax.ops.state import BINS, Scaling, states_in
+from transformer_engine_jax.ops.state import BINS, Scaling
 from transformer_engine_jax.quantized import AttentionState, GemmState, QuantizerStates, scaling_of, start, update
 from transformer_engine_jax.recipe import DelayedScaling, Recipe
 from transformer_engine_jax.tracing import made, once
@@ -247,9 +247,7 @@ def _keep_forward(_, state):
 
 def _keep_backward(_, state, cotangents):
     _, updated = cotangents
-    # A sum of n states, as of calls that could not see one another, must not grow n times with every step.
-    kept = type(state)(state.packed / states_in(state.packed[..., 1:2]))
-    return (updated.or_where_unused(kept),)
+    return (updated.or_where_unused(state.kept()),)
 
 
 _keep = differentiable(_keep_forward, _keep_backward, waits=False)

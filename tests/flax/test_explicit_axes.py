@@ -223,3 +223,12 @@ def test_axes_of_one_device(shape, fields):
         variables = nn.unbox(nn.meta.replace_boxed(boxed, steps.place(mesh, boxed, resource)))
         got = run(variables, jax.device_put(X, NamedSharding(mesh, P("data"))))
     testing.assert_close(jax.device_get(got), expected, 1e-3)
+
+
+@pytest.mark.parametrize("rules", [(), (("embed", None),)])
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_shapes_are_unboxed_on_a_mesh(axis_type, rules):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        boxed = jax.eval_shape(te_flax.LayerNormMLP(intermediate_dim=48).init, jax.random.key(0), X)
+        assert nn.unbox(boxed)["params"]["wi_kernel"].shape == (X.shape[-1], 1, 48)

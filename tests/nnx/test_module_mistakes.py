@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import transformer_engine_jax as te
 import transformer_engine_jax.nnx as te_nnx
+from transformer_engine_jax import recipe
 from transformer_engine_jax.nnx.base import Fp8Module, module
 
 B, S, K, H, D = 4, 16, 32, 4, 8
@@ -138,3 +140,13 @@ def test_modules_check_their_fields_without_a_call_of_their_own():
     assert Mine(sizes=[1, 2]).sizes == Derived(sizes=[1, 2]).sizes == (1, 2)
     with pytest.raises(ValueError, match="dtype: expected"):
         Mine(dtype=jnp.int32)
+
+
+def test_states_of_vmapped_gradients_are_refused():
+    model = te_nnx.DenseGeneral(K, 8, rngs=nnx.Rngs(0))
+    te_nnx.init_fp8_state(model)
+    of_trained = nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=nnx.DiffState(0, te_nnx.TRAINED))
+    with te.autocast(True, recipe.DelayedScaling()):
+        grads = nnx.vmap(of_trained, in_axes=(None, 0))(model, X)
+    with pytest.raises(ValueError, match=r"expected one with the leading axes \[\] of the model's, got \[4\]; a vmap"):
+        te_nnx.update_state(model, grads)

@@ -189,7 +189,7 @@ class MultiHeadAttention(Fp8Module):
     def _cache(self, **like) -> dict[str, nn.Variable]:
         """The variables of the cache, which init makes as zeros."""
         there = [name for name in like if self.has_variable("cache", name)]
-        made, mutable = self.is_initializing() or SHAPES_ALONE.get() is not None, self.is_mutable_collection("cache")
+        made, mutable = self.is_initializing() or SHAPES_ALONE.value is not None, self.is_mutable_collection("cache")
         if not mutable or not (made or len(there) == len(like)):
             got = f"{there or 'none'}{'' if mutable else ', not mutable'}"
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import flax.linen as nn
@@ -44,9 +44,29 @@ MAIN_GRADS_COLLECTION = "main_grads"
 # collection a module sees it named whatever the call, and a call that makes a buffer takes the kernel's gradient.
 MAKES_MAIN_GRADS: ContextVar[bool] = ContextVar("makes_main_grads", default=False)
 
-# Where the shapes of a call are asked for, and nothing else, the recipe of each state by its path, and not None: the
-# call may make a KV cache, which apply does not.
-SHAPES_ALONE: ContextVar[dict[tuple[str, ...], Recipe] | None] = ContextVar("shapes_alone", default=None)
+
+class Asked:
+    """A call whose shapes alone are asked for, and what it tells; it may make a KV cache, which apply does not."""
+
+    def __init__(self):
+        self.recipes: dict[tuple[str, ...], Recipe] = {}  # of each state, by its path
+
+
+class Marked(NamedTuple):
+    """A state of such a call, and an array of sizes that no axis of layers has: it tells where these are stacked."""
+
+    state: QuantizerStates
+    marker: jax.Array
+
+    SIZES = (10007, 10009)  # of the tensors and of their histories
+
+    def axes(self) -> tuple[int, int]:
+        """Those of the packed state that are the tensors and their histories, from the last: -2 and -1 are usual."""
+        return tuple(self.marker.shape.index(size) - len(self.marker.shape) for size in self.SIZES)
+
+
+# Part of the key by which jitted functions are cached: what is inside of nn.jit is traced for each call anew.
+SHAPES_ALONE = jax.make_user_context(None)
 
 for _type in (AttentionState, GemmState):
     flax.serialization.register_serialization_state(
@@ -94,7 +114,7 @@ class Fp8Module(nn.Module):
         if needed:
             return self.fp8_state(name, kind), []
         there = self.has_variable(STATE_COLLECTION, name)
-        return None, [kind.of(self.get_variable(STATE_COLLECTION, name))] if there else []
+        return None, [self._state_of(kind, self.get_variable(STATE_COLLECTION, name))] if there else []
 
     @nn.nowrap
     def fp8_state(self, name: str, kind: type[QuantizerStates]) -> QuantizerStates:
@@ -112,10 +132,16 @@ class Fp8Module(nn.Module):
                 )
             where = " ".join([type(self).__name__, "/".join(self.path)]).rstrip()
             raise ValueError(f"{where}: FP8 state {name!r} is not among the variables. {remedy}")
-        recipe, asked = current().recipe, SHAPES_ALONE.get()
+        recipe, asked = current().recipe, SHAPES_ALONE.value
+        create = kind.create
         if asked is not None:
-            asked[(*self.scope.path, name)] = recipe
-        return kind.of(self.variable(STATE_COLLECTION, name, kind.create, recipe).value)
+            asked.recipes[(*self.scope.path, name)] = recipe
+            create = lambda recipe: Marked(kind.create(recipe), jnp.zeros(Marked.SIZES))
+        return self._state_of(kind, self.variable(STATE_COLLECTION, name, create, recipe).value)
+
+    @nn.nowrap
+    def _state_of(self, kind: type[QuantizerStates], value: Any) -> QuantizerStates:
+        return kind.of(value.state if isinstance(value, Marked) else value)
 
     @nn.nowrap
     def check_absent(self, field: str, *names: str) -> None:
@@ -201,6 +227,8 @@ class LogicalAxes(nn.LogicallyPartitioned):
     def unbox(self, apply_constraint: bool = True):
         mesh = jax.sharding.get_abstract_mesh()
         ours = mesh.explicit_axes or (not mesh.empty and nn.get_logical_axis_rules())
+        if ours and isinstance(self.value, jax.ShapeDtypeStruct):
+            return self.value
         return constrain(self.value, self.names) if apply_constraint and ours else super().unbox(apply_constraint)
 
     def to_nnx_metadata(self) -> dict[str, Any]:

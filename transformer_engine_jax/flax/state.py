@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,12 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core.scope import union_filters
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, SHAPES_ALONE, STATE_COLLECTION
+from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, SHAPES_ALONE, STATE_COLLECTION, Asked, Marked
 from transformer_engine_jax.quantized import QuantizerStates
-from transformer_engine_jax.recipe import DelayedScaling
 
 
 def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) -> dict[str, Any]:
@@ -42,23 +43,35 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
     old = flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))
 
-    def fresh(path, state: QuantizerStates) -> QuantizerStates:
+    def fitting(path, made: Marked) -> QuantizerStates:
         kept = old
         for key in path:
             kept = kept.get(key.key, {}) if isinstance(kept, Mapping) else {}
-        kept = type(state).of(kept)
-        length = state.packed.shape[-1] - 2  # of the recipe in force there, which the model may have set itself
-        if isinstance(kept, type(state)) and jnp.shape(kept.packed)[:-1] == state.packed.shape[:-1]:
-            kept = kept if jnp.shape(kept.packed) == state.packed.shape else kept.with_history(length)
-            recipe = recipes.get(tuple(key.key for key in path))  # none where a call of nn.jit was traced before
-            leading = kept.packed.shape[-2] == len(kept.TENSORS)  # layers that are stacked along another axis stay
-            return kept.rescaled(recipe) if leading and recipe is not None else kept
-        one = state.create(DelayedScaling(amax_history_len=length)).packed[0]
-        return type(state)(jnp.broadcast_to(one, state.packed.shape))  # whichever axis a scan stacks layers along
+        state, kept = _moved(made.state, made.axes(), LAST), type(made.state).of(kept)
+        recipe = recipes[tuple(key.key for key in path)]  # that in force there, which the model may have set itself
+        if isinstance(kept, type(state)) and np.ndim(kept.packed) == len(state.packed.shape):
+            kept = _moved(kept, made.axes(), LAST)
+            if kept.packed.shape[:-1] == state.packed.shape[:-1]:
+                kept = kept if kept.packed.shape == state.packed.shape else kept.with_history(recipe.amax_history_len)
+                return _moved(kept.rescaled(recipe), LAST, made.axes())
+        fresh = type(state)(jnp.broadcast_to(state.create(recipe).packed, state.packed.shape))
+        return _moved(fresh, LAST, made.axes())
 
-    is_state = lambda x: isinstance(x, QuantizerStates)
-    state = _merged(old, jax.tree_util.tree_map_with_path(fresh, needed, is_leaf=is_state))
+    is_marked = lambda x: isinstance(x, Marked)
+    state = _merged(old, jax.tree_util.tree_map_with_path(fitting, needed, is_leaf=is_marked))
     return {**rest, STATE_COLLECTION: state} if state else rest
+
+
+LAST = (-2, -1)
+
+
+def _moved(states: QuantizerStates, source: tuple[int, int], destination: tuple[int, int]) -> QuantizerStates:
+    """The states with these of their axes in another place."""
+    if source == destination:
+        return states
+    move = functools.partial(jnp.moveaxis, source=source, destination=destination)
+    abstract = isinstance(states.packed, jax.ShapeDtypeStruct)
+    return type(states)(jax.eval_shape(move, states.packed) if abstract else move(states.packed))
 
 
 def check_model(op: str, model: Any, variables: Any) -> None:
@@ -78,7 +91,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs) -> tuple[dict[str, Any], dict]:
-    """(our collections as a call would make them, as jax.ShapeDtypeStructs, the recipe of each state by its path)."""
+    """(our collections as a call would make them, of jax.ShapeDtypeStructs and Marked, the recipe of each state)."""
     ours = (STATE_COLLECTION, MAIN_GRADS_COLLECTION)
     # What modules sow is not written, as init does not: it may be anything, and not fit the transforms that it is in.
     mutable = kwargs.get("mutable", flax.core.DenyList(("params", "intermediates")))
@@ -94,9 +107,6 @@ def shapes_of_call(model: nn.Module, variables: Mapping[str, Any], args, kwargs)
         made = model.apply(variables, *args, **kwargs)[1]
         return {name: made[name] for name in ours if name in made}
 
-    recipes = {}
-    token = SHAPES_ALONE.set(recipes)
-    try:
-        return jax.eval_shape(run, variables, [given[i] for i in arrays]), recipes
-    finally:
-        SHAPES_ALONE.reset(token)
+    asked = Asked()
+    with SHAPES_ALONE(asked):
+        return jax.eval_shape(run, variables, [given[i] for i in arrays]), asked.recipes

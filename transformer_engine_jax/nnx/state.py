@@ -90,7 +90,7 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
       grads of parameters alone; what nnx.Optimizer.update and gradient norms take.
 
     Raises:
-      ValueError: the model has FP8 state and grads has not.
+      ValueError: the model has FP8 state and grads has not, or one with other leading axes, as of vmapped gradients.
     """
     new = nnx.state(grads, _OVERWRITTEN)
     if not new and nnx.state(model, _OVERWRITTEN):

@@ -60,7 +60,8 @@ def _check_differentiated(x, kernel, of_state) -> None:
                 f"FP8: {what} and its state's is not, so the state stays as it is, and so do its "
                 "scales. Its next value is its gradient: differentiate with respect to all variables, params and "
                 "_overwrite_with_gradient, or in NNX by argnums=nnx.DiffState(0, te_nnx.TRAINED) and "
-                "te_nnx.update_state; also where kernels are frozen, unless the state has been trained and is to stay",
+                "te_nnx.update_state; also where kernels are frozen. A gradient of another loss than that which the "
+                "state is trained by, as one inside of it, is for recipe.Float8CurrentScaling() or no FP8",
                 RuntimeWarning,
                 stacklevel=level_of_user(),
             )

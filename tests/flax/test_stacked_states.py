@@ -1,0 +1,85 @@
+"""te_flax.init_state finds the states of layers along whichever axis a scan stacks them."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_engine_jax as te
+import transformer_engine_jax.flax as te_flax
+from transformer_engine_jax import recipe
+from transformer_engine_jax.flax import STATE_COLLECTION
+
+X = jax.random.normal(jax.random.key(0), (4, 16))
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return te_flax.DenseGeneral(features=16, name="dense")(x), None
+
+
+def scanned(axis: int, layers: int):
+    scan = nn.scan(Layer, {"params": 0, STATE_COLLECTION: axis}, split_rngs={"params": True}, length=layers)
+    return scan()
+
+
+@functools.cache
+def trained(axis: int, layers: int, history: int):
+    """(the model, its variables after two steps)."""
+    model = scanned(axis, layers)
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=history)):
+        variables = nn.unbox(model.init(jax.random.key(1), X))
+        for scale in (1.0, 3.0):
+            grads = jax.grad(lambda v, x: jnp.sum(jnp.sin(model.apply(v, x)[0])))(variables, scale * X)
+            variables = {**variables, STATE_COLLECTION: grads[STATE_COLLECTION]}
+    return model, variables
+
+
+def leading(variables, axis: int) -> np.ndarray:
+    """The packed states with their layers in front."""
+    return np.moveaxis(variables[STATE_COLLECTION]["dense"]["gemm_state"].packed, axis, 0)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@pytest.mark.parametrize("history, wanted", [(4, 4), (1, 1), (4, 2), (1, 3)])
+@pytest.mark.parametrize("fp8_format", [recipe.Format.HYBRID, recipe.Format.E4M3])
+def test_along_any_axis_as_along_the_first(axis, layers, history, wanted, fp8_format):
+    asked = recipe.DelayedScaling(amax_history_len=wanted, fp8_format=fp8_format)
+    found = []
+    for along in (0, axis):
+        model, variables = trained(along, layers, history)
+        with te.autocast(True, asked):
+            ready = te_flax.init_state(model, variables, X)
+            fresh = te_flax.init_state(model, {"params": variables["params"]}, X)
+            assert jnp.isfinite(model.apply(ready, X)[0]).all()
+        found.append((leading(ready, along), leading(fresh, along)))
+        same = (history, fp8_format) == (wanted, recipe.Format.HYBRID)
+        assert np.array_equal(leading(ready, along), leading(variables, along)) == same
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    np.testing.assert_array_equal(found[1][1], np.broadcast_to(te.GemmState.create(asked).packed, found[1][1].shape))
+
+
+def test_inside_of_jit_the_recipe_is_known_however_often():
+    """A call that nn.jit has traced is traced once more, as it tells its recipe."""
+
+    class Jitted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(te_flax.DenseGeneral)(features=16, name="dense")(x)
+
+    model = Jitted()
+    with te.autocast(True, recipe.DelayedScaling()):
+        variables = nn.unbox(model.init(jax.random.key(1), X))
+        state = jax.grad(lambda v: jnp.sum(model.apply(v, X)))(variables)[STATE_COLLECTION]
+    with te.autocast(True, recipe.DelayedScaling(fp8_format=recipe.Format.E4M3)):
+        for _ in range(2):
+            ready = te_flax.init_state(model, {**variables, STATE_COLLECTION: state}, X)
+            of_gradient = ready[STATE_COLLECTION]["dense"]["gemm_state"].grad
+            assert of_gradient.scale == 448 / of_gradient.amax_history[1]
+        made = model.init(jax.random.key(1), X)[STATE_COLLECTION]["dense"]["gemm_state"]
+        assert isinstance(made, te.GemmState)
