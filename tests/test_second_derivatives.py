@@ -124,13 +124,14 @@ def test_in_fp8_there_are_none_and_the_error_says_what_helps():
             hessian_product(run, (X,), (X,))
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_over_devices(axis_type):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
-    run = lambda x, w, v: jnp.sum(jnp.sin(te.layernorm_mlp(x, GAMMA, BETA, (w, v), activations=("gelu",))))
-    args = (X, GATED[:, :1], INNER)
-    expected = jax.jit(partial(hessian_product, run))(args, args)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, jax.P("data"))
-        got = jax.jit(partial(hessian_product, run))((x, *args[1:]), (x, *args[1:]))
+@pytest.mark.parametrize("explicit", [False, True])
+def test_over_devices(explicit):
+    mesh = testing.mesh_of((2,), ("data",), explicit=explicit)
+    *args, gamma, beta = map(np.asarray, (X, GATED[:, :1], INNER, GAMMA, BETA))
+    run = lambda x, w, v: jnp.sum(jnp.sin(te.layernorm_mlp(x, gamma, beta, (w, v), activations=("gelu",))))
+    with jax.default_device(mesh.devices.flat[0]):
+        expected = jax.jit(partial(hessian_product, run))(args, args)
+    placed = testing.shard(mesh, args, [jax.P("data"), jax.P(), jax.P()])
+    with testing.on_mesh(mesh):
+        got = jax.jit(partial(hessian_product, run))(placed, placed)
     testing.assert_close(got, expected, 10 * emulated.F32)

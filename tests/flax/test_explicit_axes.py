@@ -226,9 +226,8 @@ def test_axes_of_one_device(shape, fields):
 
 
 @pytest.mark.parametrize("rules", [(), (("embed", None),)])
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_shapes_are_unboxed_on_a_mesh(axis_type, rules):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+@pytest.mark.parametrize("explicit", [False, True])
+def test_shapes_are_unboxed_on_a_mesh(explicit, rules):
+    with testing.on_mesh(testing.mesh_of((2,), ("data",), explicit=explicit)), nn.logical_axis_rules(rules):
         boxed = jax.eval_shape(te_flax.LayerNormMLP(intermediate_dim=48).init, jax.random.key(0), X)
         assert nn.unbox(boxed)["params"]["wi_kernel"].shape == (X.shape[-1], 1, 48)

@@ -255,13 +255,12 @@ def test_axes_of_one_stay_out_of_the_product(case, monkeypatch):
 
 
 def test_axes_of_one_on_an_explicit_mesh():
-    x, kernel = emulated.normal(7, (4, 8), (8, 1, 6))
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(x, jax.P("data")), jax.device_put(kernel, jax.P(None, None, "tensor"))
-        y = jax.jit(dense)(*placed)
+    mesh = testing.mesh_of((2, 2), ("data", "tensor"), explicit=True)
+    x, kernel = testing.shard(mesh, emulated.normal(7, (4, 8), (8, 1, 6)), [jax.P("data"), jax.P(None, None, "tensor")])
+    with testing.on_mesh(mesh):
+        y = jax.jit(dense)(x, kernel)
         assert jax.typeof(y).sharding.spec == jax.P("data", None, "tensor")
-        testing.assert_close(y, np.tensordot(x, kernel, 1), F32)
+    testing.assert_close(y, np.tensordot(x, kernel, 1), F32)
 
 
 def test_explain_says_why_few_tokens_run_in_plain_jax(monkeypatch):
