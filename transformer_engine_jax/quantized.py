@@ -150,7 +150,9 @@ class QuantizerStates:
             )
         if jnp.shape(old.packed) != jnp.shape(self.packed):  # of another history length
             return self
-        return type(self)(jnp.where(in_use(self.packed[..., 1:2]), self.packed, old.packed))
+        leading = jnp.shape(self.packed)[-2] == len(self.TENSORS)  # else layers that are stacked may lie anywhere
+        used = in_use(self.packed[..., 1:2]) if leading else jnp.any(self.packed != 0)
+        return type(self)(jnp.where(used, self.packed, old.packed))
 
     @classmethod
     def of(cls, states: Any) -> Any:

@@ -225,7 +225,7 @@ def test_axes_of_one_device(shape, fields):
     testing.assert_close(jax.device_get(got), expected, 1e-3)
 
 
-@pytest.mark.parametrize("rules", [(), (("embed", None),)])
+@pytest.mark.parametrize("rules", [(("embed", "data"),), (("mlp", "data"), ("embed", None))])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_shapes_are_unboxed_on_a_mesh(explicit, rules):
     with testing.on_mesh(testing.mesh_of((2,), ("data",), explicit=explicit)), nn.logical_axis_rules(rules):

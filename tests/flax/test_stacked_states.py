@@ -2,6 +2,7 @@
 
 import functools
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -64,13 +65,35 @@ def test_along_any_axis_as_along_the_first(axis, layers, history, wanted, fp8_fo
     np.testing.assert_array_equal(found[1][1], np.broadcast_to(te.GemmState.create(asked).packed, found[1][1].shape))
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_they_are_updated_and_restored(axis, layers):
+    model, variables = trained(axis, layers, 4)
+    state = variables[STATE_COLLECTION]["dense"]["gemm_state"]
+    plain = {**variables, STATE_COLLECTION: {"dense": {"gemm_state": {"packed": np.asarray(state.packed)}}}}
+    written = flax.serialization.from_bytes(
+        jax.tree.map(jnp.zeros_like, variables), flax.serialization.to_bytes(variables)
+    )
+    with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
+        for found in (variables, plain, written):
+            ready = te_flax.init_state(model, found, X)
+            np.testing.assert_array_equal(leading(ready, axis), leading(variables, axis))
+        grads = jax.grad(lambda v, x: jnp.sum(0 * jnp.sin(model.apply(v, x)[0])))(variables, X)  # a newest amax of 0
+    new = {STATE_COLLECTION: grads[STATE_COLLECTION]}
+    np.testing.assert_array_equal(leading(te.update_collections(new, variables), axis), leading(grads, axis))
+    unused = jax.tree.map(jnp.zeros_like, new)
+    np.testing.assert_array_equal(leading(te.update_collections(unused, variables), axis), leading(variables, axis))
+
+
 def test_inside_of_jit_the_recipe_is_known_however_often():
     """A call that nn.jit has traced is traced once more, as it tells its recipe."""
+
+    jitted = nn.jit(te_flax.DenseGeneral)
 
     class Jitted(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.jit(te_flax.DenseGeneral)(features=16, name="dense")(x)
+            return jitted(features=16, name="dense")(x)
 
     model = Jitted()
     with te.autocast(True, recipe.DelayedScaling()):

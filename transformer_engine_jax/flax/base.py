@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
@@ -68,13 +69,25 @@ class Marked(NamedTuple):
 # Part of the key by which jitted functions are cached: what is inside of nn.jit is traced for each call anew.
 SHAPES_ALONE = jax.make_user_context(None)
 
+
+def _written(states: QuantizerStates) -> dict[str, Any]:
+    """As Flax serializes them: by name, or packed where a scan stacks layers along another axis than the first."""
+    leading = states.packed is None or np.shape(states.packed)[-2] == len(states.TENSORS)
+    return {name: state._asdict() for name, state in states.states().items()} if leading else {"packed": states.packed}
+
+
+def _read(states: QuantizerStates, values: Any) -> Any:
+    return restored_as(type(states), values) if values else states
+
+
+def restored_as(kind: type[QuantizerStates], values: Any) -> Any:
+    """`kind.of`, which knows leading axes of layers alone, and a packed state with any."""
+    alone = isinstance(values, Mapping) and set(values) == {"packed"} and values["packed"] is not None
+    return kind(jnp.asarray(values["packed"])) if alone else kind.of(values)
+
+
 for _type in (AttentionState, GemmState):
-    flax.serialization.register_serialization_state(
-        _type,
-        lambda states: {name: state._asdict() for name, state in states.states().items()},
-        lambda states, values: states.of(values) if values else states,
-        override=True,
-    )
+    flax.serialization.register_serialization_state(_type, _written, _read, override=True)
 
 
 class Fp8Module(nn.Module):

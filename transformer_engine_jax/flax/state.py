@@ -14,7 +14,14 @@ import numpy as np
 from flax.core.scope import union_filters
 
 from transformer_engine_jax.autocast import current
-from transformer_engine_jax.flax.base import MAIN_GRADS_COLLECTION, SHAPES_ALONE, STATE_COLLECTION, Asked, Marked
+from transformer_engine_jax.flax.base import (
+    MAIN_GRADS_COLLECTION,
+    SHAPES_ALONE,
+    STATE_COLLECTION,
+    Asked,
+    Marked,
+    restored_as,
+)
 from transformer_engine_jax.quantized import QuantizerStates
 
 
@@ -47,7 +54,7 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         kept = old
         for key in path:
             kept = kept.get(key.key, {}) if isinstance(kept, Mapping) else {}
-        state, kept = _moved(made.state, made.axes(), LAST), type(made.state).of(kept)
+        state, kept = _moved(made.state, made.axes(), LAST), restored_as(type(made.state), kept)
         recipe = recipes[tuple(key.key for key in path)]  # that in force there, which the model may have set itself
         if isinstance(kept, type(state)) and np.ndim(kept.packed) == len(state.packed.shape):
             kept = _moved(kept, made.axes(), LAST)

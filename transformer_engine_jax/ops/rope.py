@@ -172,7 +172,7 @@ def _rope_forward(rotation: Rotation, x, frequencies, positions):
 
 def _rope_backward(rotation: Rotation, saved, dy):
     y, frequencies, positions = saved
-    dx = _rope(rotation._replace(inverse=not rotation.inverse), dy, frequencies, positions)
+    dx, _ = _rope_forward(rotation._replace(inverse=not rotation.inverse), dy, frequencies, positions)
     # The derivative by the angle is y, turned by a right angle. Where nobody asks for it, the compiler drops it.
     pairs, axes = frequencies.shape[0], tuple(range(2, y.ndim - 1))
     y, dy = (x[:, :, :2] if x.ndim == 5 else x for x in (y, dy))

@@ -43,7 +43,7 @@ def softmax_fwd(x, mask, offset, *, scale_factor=1.0, causal=False, rest=False) 
     top = jnp.where(top == -jnp.inf, 0.0, top)
     terms, extra = jnp.exp(values - top), jnp.exp(offset - top)
     total = jnp.sum(terms, axis=-1, keepdims=True) + extra
-    inverse = jnp.where(total == 0, 0.0, 1.0 / total)
+    inverse = jnp.where(total == 0, 0.0, 1.0 / jnp.where(total == 0, 1.0, total))  # whose derivative is none, not NaN
     return SoftmaxFwd((terms * inverse).astype(x.dtype), (extra * inverse)[..., 0] if rest else None)
 
 
