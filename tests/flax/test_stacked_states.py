@@ -106,3 +106,20 @@ def test_inside_of_jit_the_recipe_is_known_however_often():
             assert of_gradient.scale == 448 / of_gradient.amax_history[1]
         made = model.init(jax.random.key(1), X)[STATE_COLLECTION]["dense"]["gemm_state"]
         assert isinstance(made, te.GemmState)
+
+
+def test_states_of_flaxs_own_modules_stay():
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = te_flax.DenseGeneral(features=16, name="ours")(x)
+            return nn.Dense(16, dot_general_cls=nn.Fp8DotGeneralOp, name="flaxs")(x)
+
+    model = Mixed()
+    with te.autocast(True, recipe.DelayedScaling()):
+        variables = nn.unbox(model.init(jax.random.key(1), X))
+        flaxs = variables[STATE_COLLECTION]["flaxs"]
+        ready = te_flax.init_state(model, {**variables, STATE_COLLECTION: {"flaxs": flaxs}}, X)
+        jax.tree.map(np.testing.assert_array_equal, ready[STATE_COLLECTION], variables[STATE_COLLECTION])
+        with pytest.raises(ValueError, match=r"init_state: \['flaxs'\].*: expected it among the variables, float32\["):
+            te_flax.init_state(model, {"params": variables["params"]}, X)

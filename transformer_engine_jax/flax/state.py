@@ -50,10 +50,17 @@ def init_state(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
         raise ValueError("init_state: expected a call inside fp8_autocast(enabled=True, ...), which names the recipe")
     old = flax.core.unfreeze(variables.get(STATE_COLLECTION, {}))
 
-    def fitting(path, made: Marked) -> QuantizerStates:
+    def fitting(path, made: Marked | jax.ShapeDtypeStruct) -> Any:
         kept = old
         for key in path:
             kept = kept.get(key.key, {}) if isinstance(kept, Mapping) else {}
+        if not isinstance(made, Marked):  # of a module that is not ours, such as Flax's for FP8
+            if isinstance(kept, Mapping) or np.shape(kept) != made.shape:
+                raise ValueError(
+                    f"init_state: {jax.tree_util.keystr(path)}: expected it among the variables, {made.dtype}"
+                    f"{list(made.shape)}, as it is no state of ours; model.init makes it"
+                )
+            return kept
         state, kept = _moved(made.state, made.axes(), LAST), restored_as(type(made.state), kept)
         recipe = recipes[tuple(key.key for key in path)]  # that in force there, which the model may have set itself
         if isinstance(kept, type(state)) and np.ndim(kept.packed) == len(state.packed.shape):
