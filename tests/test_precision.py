@@ -125,15 +125,42 @@ def test_sizes_that_are_not_known_yet(on_gpu):
     assert [row.why for row in rows if row.name == "gemm"] == ["precision: fp8 (sizes are known at run time only)"]
 
 
-def test_gain_follows_what_was_measured():
-    """Where FP8 or bf16 was at least a tenth faster, that is what is chosen."""
+@pytest.mark.parametrize("kind", [recipe.DelayedScaling, recipe.Float8CurrentScaling])
+def test_gain_follows_what_was_measured(kind):
+    """Where FP8 or bf16 was at least a twentieth faster, that is what is chosen."""
     rows = [row for path in MEASURED for row in json.loads(path.read_text())["rows"]]
-    rows = [(Product(r["m"], r["k"], r["n"], r["kernel"]), r["fp8_ms"], r["bf16_ms"]) for r in rows]
-    clear = [(product, fp8 < bf16) for product, fp8, bf16 in rows if abs(bf16 / fp8 - 1) > 0.1]
+    time = "delayed_ms" if kind is recipe.DelayedScaling else "current_ms"
+    rows = [(Product(r["m"], r["k"], r["n"], r["kernel"]), r[time], r["bf16_ms"]) for r in rows]
+    clear = [(product, fp8 < bf16) for product, fp8, bf16 in rows if abs(bf16 / fp8 - 1) > 0.05]
     outcomes = {(product.kernel_dtype, faster) for product, faster in clear}
-    assert len(clear) > 80 and outcomes == set(itertools.product(("float32", "bfloat16"), (True, False)))
+    assert len(clear) > 60 and outcomes == set(itertools.product(("float32", "bfloat16"), (True, False)))
     for product, faster in clear:
-        assert (gain([product]) > 0) == faster, product
+        assert (gain([product], kind()) > 0) == faster, product
+
+
+LLAMA_MLP = [Product(256, 4096, 28672)]
+
+
+def test_gradients_that_stay_in_f32_cost_where_tokens_are_few():
+    """As measured of layers: 256 tokens train faster under delayed scaling where gradients have 16 bits, or in a scan.
+
+    Not under current scaling, which reads kernels twice.
+    """
+    of_each = lambda rec, **options: gain(LLAMA_MLP, rec, **options)
+    rounded, current = dict(rounds_wgrad=True), recipe.Float8CurrentScaling()
+    assert of_each(DELAYED) < 0 < of_each(DELAYED, **rounded)
+    assert of_each(current) < of_each(current, **rounded) < 0
+    in_a_scan = []
+    jax.lax.scan(lambda x, _: (x, in_a_scan.append((of_each(DELAYED), of_each(current)))), 0, length=1)
+    assert set(in_a_scan) == {(of_each(DELAYED, **rounded), of_each(current, **rounded))}
+    of_16_bits = [p._replace(kernel_dtype=jnp.bfloat16) for p in LLAMA_MLP]
+    assert gain(of_16_bits, DELAYED) == gain(of_16_bits, DELAYED, **rounded)
+
+
+def test_autocast_s_rounding_counts(on_gpu):
+    for rounds in (False, True):
+        with te.autocast(True, round_wgrad=rounds):
+            assert in_fp8(LLAMA_MLP)[0] == rounds
 
 
 @pytest.mark.parametrize("of_kernel", [jnp.float32, jnp.bfloat16])
@@ -149,7 +176,7 @@ def test_gain_follows_what_was_measured():
 def test_a_few_tokens_do_not_pay_for_the_cast_of_a_kernel_of_16_bits(on_gpu, module, fields, of_kernel):
     """256 tokens through 4096 x 14336: a kernel of f32 would be cast in any case."""
     x, layer = jax.ShapeDtypeStruct((1, 256, 4096), jnp.bfloat16), module(**fields, dtype=of_kernel)
-    with te.autocast(True):
+    with te.autocast(True, round_wgrad=True):
         found = products(layer, jax.eval_shape(layer.init, jax.random.key(0), x), x)
     assert {chosen for chosen, _ in found} == {"fp8" if of_kernel == jnp.float32 else "high"}
 
@@ -164,20 +191,56 @@ def test_features_that_tensor_cores_do_not_take_stay_in_high_precision(on_gpu):
 
 
 def test_tokens_that_need_filling_up_gain_less():
-    whole, odd = (gain([Product(tokens, 2048, 2048)]) for tokens in (8192, 8191))
+    whole, odd = (gain([Product(tokens, 2048, 2048)], DELAYED) for tokens in (8192, 8191))
     assert 0 < odd < 0.9 * whole
 
 
 def test_gain_grows_with_size_and_shrinks_with_devices():
     sizes = [Product(8192, n, n) for n in (256, 1024, 4096)]
-    gains = [gain([p]) for p in sizes]
+    gains = [gain([p], DELAYED) for p in sizes]
     assert gains == sorted(gains) and gains[0] < 0 < gains[-1]
-    assert gain([sizes[-1]], devices=8) < gain([sizes[-1]]) / 8
+    assert gain([sizes[-1]], DELAYED, devices=8) < gain([sizes[-1]], DELAYED) / 8
 
 
 def test_products_that_read_one_input_cast_it_once_and_each_has_its_launches():
     product = Product(8192, 1536, 1536)
-    assert gain([product] * 2) == pytest.approx(2 * gain([product]) + 4 * BYTE * product.m * product.k)
+    for rec, bytes_moved in ((DELAYED, 4), (recipe.Float8CurrentScaling(), 6)):
+        saved = bytes_moved * BYTE * product.m * product.k
+        assert gain([product] * 2, rec) == pytest.approx(2 * gain([product], rec) + saved)
+
+
+def test_casts_that_a_norm_or_an_activation_has_cost_no_pass():
+    product = Product(8192, 1024, 4096)
+    for field, size in (("casts_x", 1024), ("casts_dy", 4096)):
+        fused = product._replace(**{field: False})
+        for rec in (DELAYED, recipe.Float8CurrentScaling()):
+            assert gain([fused], rec) == pytest.approx(gain([product], rec) + 4 * BYTE * 8192 * size)
+
+
+MLP, DENSE, ATTENTION = te_flax.LayerNormMLP, te_flax.LayerNormDenseGeneral, te_flax.MultiHeadAttention
+
+
+@pytest.mark.parametrize(
+    "module, fields, expected",
+    [
+        (MLP, {}, [(False, False), (False, True)]),
+        (MLP, {"enable_layernorm": False}, [(True, False), (False, True)]),
+        (DENSE, {}, [(False, True)]),
+        (DENSE, {"enable_layernorm": False}, [(True, True)]),
+        (DENSE, {"return_layernorm_output": True}, [(True, True)]),
+        (ATTENTION, {}, [(False, True), (True, True)]),
+        (ATTENTION, {"input_layernorm": False}, [(True, True), (True, True)]),
+    ],
+)
+def test_modules_tell_which_casts_are_passes_of_their_own(module, fields, expected, on_gpu, monkeypatch):
+    asked = []
+    monkeypatch.setattr(precision, "gain", lambda products, *_: asked.extend(products) or 0.0)
+    sizes = {MLP: {"intermediate_dim": 128}, DENSE: {"features": 128}, ATTENTION: {"head_dim": 16}}[module]
+    sizes |= {"num_attention_heads": 4} if module is ATTENTION else {}
+    model = module(**sizes, **fields)
+    with te.autocast(True):
+        jax.eval_shape(lambda x: model.init(jax.random.key(0), *[x] * (2 if module is ATTENTION else 1)), X)
+    assert [(p.casts_x, p.casts_dy) for p in asked] == expected
 
 
 def test_products_are_those_of_one_device(on_gpu):

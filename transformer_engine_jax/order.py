@@ -50,6 +50,19 @@ def in_scanned_layers() -> bool:
     return _scan() in ("forward", "backward")
 
 
+def in_scan() -> bool:
+    """Whether JAX traces a scan's body, or a pass over one."""
+    return _scan() is not None
+
+
+def of_scanned_layers(kernel, x) -> bool:
+    """Whether a scan's body has this kernel of a stack, for all that can be told: it is the body's, as x is.
+
+    Where a scan goes over tokens or microbatches, and the kernel is the same for all, it comes from outside.
+    """
+    return in_scan() and getattr(kernel, "_trace", None) is getattr(x, "_trace", x)
+
+
 _LOOPS = inspect.unwrap(jax.lax.scan).__code__.co_filename
 
 

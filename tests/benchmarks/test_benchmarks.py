@@ -223,13 +223,13 @@ def test_kernels_are_compared_with_their_references(tmp_path, monkeypatch):
         command.main(["kernels", "--no-time", "--rows", "24", "--hidden", "32"])
 
 
-def test_precision_has_both_of_each_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(precision, "FEATURES", ((32, 32), (32, 64)))
-    rows = rows_of(tmp_path, "precision", "--tokens", "16", "--kernels", "bfloat16", "float32", *QUICK)
+def test_precision_has_all_of_each_size(tmp_path):
+    sizes = "--tokens", "16", "--features", "32x32", "32x64"
+    rows = rows_of(tmp_path, "precision", *sizes, "--kernels", "bfloat16", "float32", *QUICK)
     sizes = [(16, 32, 32), (16, 32, 64), (16, 64, 32)]
     assert [(r["m"], r["k"], r["n"]) for r in rows] == 2 * sizes
     assert [r["kernel"] for r in rows] == 3 * ["bfloat16"] + 3 * ["float32"]
-    assert all(math.isclose(r["speedup"], r["bf16_ms"] / r["fp8_ms"], rel_tol=1e-4) for r in rows)
+    assert all(r[f"{name}_ms"] > 0 for r in rows for name in precision.RECIPES)
 
 
 def test_accumulation_of_short_sums(tmp_path):

@@ -196,6 +196,46 @@ def test_what_is_not_computed_here(monkeypatch):
             assert module.computes(x, kernel, 1) == (size == 1)
 
 
+by_kernels = partial(dense, by_kernels=True)
+
+
+def layers(x, kernels, of_each=by_kernels):
+    return jax.lax.scan(lambda x, kernel: (of_each(x, kernel), None), x, kernels)[0]
+
+
+def in_turn(x, kernels):
+    for kernel in kernels:
+        x = by_kernels(x, kernel)
+    return x
+
+
+# x, kernels -> x: whether products are of kernels in a stack
+SCANS = {
+    "layers": (layers, True),
+    "layers with gradients": (jax.grad(lambda x, w: jnp.sum(layers(x, w).astype(jnp.float32))), True),
+    "rematerialised layers": (partial(layers, of_each=jax.checkpoint(by_kernels)), True),
+    "layers for each token": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: layers(x, w), x), True),
+    "tokens": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: in_turn(x, w), x), False),
+    "microbatches": (lambda x, w: jax.lax.scan(lambda _, x: (None, in_turn(x, w)), None, x[None])[1], False),
+    "no scan": (in_turn, False),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("case", SCANS)
+def test_of_few_tokens_it_has_those_of_scanned_layers(case, dtype, monkeypatch):
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 8)
+    monkeypatch.setattr(decisions, "FEW_WHERE_CONVERTED", 16)
+    run, stacked = SCANS[case]
+    x, kernels = jnp.ones((7, 16), jnp.bfloat16), jnp.ones((3, 16, 16), dtype)
+    kernels = kernels if stacked else list(kernels)
+    for few in (True, False):
+        tokens = x if few else jnp.tile(x, (3, 1))
+        for jitted in (run, jax.jit(run)):
+            by_cublas = "<kernel gemm:" in str(jax.make_jaxpr(jitted)(tokens, kernels))
+            assert by_cublas == (stacked or not few)
+
+
 # x, kernel, contracted axes, whether a second row is added
 ALONE = {
     "a row": ((1, 8), (8, 6), 1, True),

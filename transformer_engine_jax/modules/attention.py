@@ -327,7 +327,8 @@ def project(
 
 
 def _project_together(module, x, layout, parts, residual: Residual, split: bool):
-    fp8, scope = in_fp8([Product.of(x, 1, canonical_tuple(features), module.dtype) for _, features in layout])
+    of = lambda features: (x, 1, canonical_tuple(features), module.dtype)
+    fp8, scope = in_fp8([Product.of(*of(features), casts_x=not module.input_layernorm) for _, features in layout])
     parts = parts(fp8)
     with scope:
         results, past = layernorm_projections(

@@ -154,17 +154,19 @@ def run_layernorm_dense(
             input_axes=axes_contracted_last(module.dot_input_axes, module.axis),
         )  # fmt: skip
 
-    y, bias = _run(module, x, product, bias, adapt)
+    y, bias = _run(module, x, product, bias, adapt, casts_x=not fused)
     if module.depth_scaling is not None:
         y, bias = y / module.depth_scaling, None if bias is None else bias / module.depth_scaling
     return (y, bias, normed) if module.return_bias else (y, normed)
 
 
-def _run(module: Any, x, product: Callable, bias, adapt: Adapt | None) -> tuple[jax.Array, jax.Array | None]:
+def _run(
+    module: Any, x, product: Callable, bias, adapt: Adapt | None, casts_x: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
     """(the product of x, with its bias unless the module returns that; the bias)."""
     x, k_axes = contracted_last(x, module.axis)
     of = canonical_tuple(module.features), module.param_dtype or module.dtype
-    fp8, scope = in_fp8([Product.of(x, k_axes, *of)])
+    fp8, scope = in_fp8([Product.of(x, k_axes, *of, casts_x=casts_x)])
     quantizers, unused = module.gemm_quantizers("gemm", fp8, module.quantization_checkpoint_name)
     with scope:
         y = product(x, k_axes, quantizers, None if module.return_bias else bias)

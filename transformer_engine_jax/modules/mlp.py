@@ -44,7 +44,8 @@ def run_mlp(
     activations, (gamma, beta, kernels, (bias_1, bias)) = canonical_tuple(module.activations), parameters
     biases = (bias_1, None if module.return_bias else bias)
     options = Norm(module.epsilon, module.zero_centered_gamma) if module.enable_layernorm else None
-    fp8, scope = in_fp8(*mlp_products(x, len(activations), module.intermediate_dim, module.dtype))
+    sizes = x, len(activations), module.intermediate_dim
+    fp8, scope = in_fp8(*mlp_products(*sizes, module.dtype, norm=module.enable_layernorm))
     first, unused_1 = module.gemm_quantizers("gemm_1", fp8, module.quantization_checkpoint_name)
     second, unused_2 = module.gemm_quantizers("gemm_2", fp8, module.quantization_checkpoint_name)
     normed = None
