@@ -9,7 +9,7 @@ import sys
 import jax
 
 import transformer_engine_jax as te
-from transformer_engine_jax import support
+from transformer_engine_jax import distribution, support
 
 
 def python(code: str, **environment) -> subprocess.CompletedProcess:
@@ -78,4 +78,13 @@ sys.modules["transformer_engine_jax._cpu"] = None
 import transformer_engine_jax
 """
     out = python(code, JAX_PLATFORMS="cpu")
-    assert out.returncode != 0 and "pip install ." in out.stderr
+    assert out.returncode != 0 and re.search(r"pip install (-e )?\.", out.stderr)
+
+
+def test_an_installed_package_that_a_checkout_hides_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert distribution.hidden_installation() is None
+    module = tmp_path / "transformer_engine_jax" / ("_cpu" + importlib.machinery.EXTENSION_SUFFIXES[0])
+    module.parent.mkdir()
+    module.touch()
+    assert f"hides the package that is installed in {tmp_path}. Run" in distribution.hidden_installation()

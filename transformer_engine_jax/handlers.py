@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from transformer_engine_jax.distribution import name_conflict
+from transformer_engine_jax.distribution import hidden_installation, name_conflict
 
 _BUILD_HINT = "build it with `pip install .` (or `make test`) from a checkout"
 
@@ -40,7 +40,8 @@ def _register_handlers() -> tuple[dict[str, dict[str, Any]], dict[str, dict[str,
             extension = importlib.import_module(f"transformer_engine_jax.{module}")
         except ImportError as error:
             if platform == "cpu":
-                reason = name_conflict() or f"{_BUILD_HINT} ({error})"
+                hidden = hidden_installation() if isinstance(error, ModuleNotFoundError) else None
+                reason = name_conflict() or hidden or f"{_BUILD_HINT} ({error})"
                 raise ImportError(f"transformer_engine_jax._cpu cannot be imported: {reason}") from error
             cuda_import_error = str(error)
             continue
