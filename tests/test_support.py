@@ -35,6 +35,13 @@ def test_the_report_is_a_command():
     assert wrong.returncode == 2 and b"unrecognized arguments: --gpu" in wrong.stderr
 
 
+def test_the_report_is_there_where_jax_has_no_backend():
+    command = [sys.executable, "-m", "transformer_engine_jax"]
+    env = os.environ | {"JAX_PLATFORMS": "nonsense"}
+    out = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert out.returncode == 0 and re.search("^backend +none, .*nonsense", out.stdout, re.M) and "te_gemm" in out.stdout
+
+
 def test_the_package_s_version_is_that_of_what_is_installed():
     assert re.fullmatch(r"\d+\.\d+\.\d+", te.__version__)
     text = support.report()

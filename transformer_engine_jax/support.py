@@ -59,13 +59,23 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def _devices() -> list[tuple[str, str]]:
+    rows = [("backend", f"{jax.default_backend()}, {jax.local_device_count()} device(s)")]
+    for device in jax.local_devices() if jax.default_backend() == "gpu" else []:
+        rows.append((f"gpu {device.id}", f"{device.device_kind}, compute capability {device.compute_capability}"))
+    return rows
+
+
 def report() -> str:
     """The text that `python -m transformer_engine_jax` prints."""
     rows = [("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     rows += [(p, _version(p)) for p in ("transformer-engine-jax", "jax", "jaxlib", "flax", "numpy")]
-    rows.append(("backend", f"{jax.default_backend()}, {jax.local_device_count()} device(s)"))
-    for device in jax.local_devices() if jax.default_backend() == "gpu" else []:
-        rows.append((f"gpu {device.id}", f"{device.device_kind}, compute capability {device.compute_capability}"))
+    try:
+        rows += _devices()
+        recipes = [(name, f"{status}: {why}") for name, status, why in recipe_support()]
+    except (AssertionError, RuntimeError) as error:  # JAX_PLATFORMS asks for what does not start
+        rows.append(("backend", f"none, JAX raises {type(error).__name__}: {error}"))
+        recipes = []
     if "CUDA" in HANDLERS:
         from transformer_engine_jax import _cuda
 
@@ -78,7 +88,7 @@ def report() -> str:
     rows += [(p, _version(p)) for p in ("nvidia-cublas", "nvidia-cudnn-cu13") if _version(p) != "not installed"]
     for name, targets in HANDLERS.items():
         rows.append((f"{name} targets", ", ".join(sorted(targets))))
-    rows += [(name, f"{status}: {why}") for name, status, why in recipe_support()]
+    rows += recipes
     if conflict := name_conflict():
         rows.append(("CONFLICT", conflict))
     width = max(len(name) for name, _ in rows)
