@@ -106,7 +106,8 @@ $(STATE)/packages: pyproject.toml $(STATE)/settings
 	@touch $@
 else
 $(STATE)/packages: pyproject.toml $(STATE)/settings
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+# Without pip where it was interrupted; making it again completes it.
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(PY) -c '$(REQUIREMENTS)' $(EXTRAS) > $(STATE)/requirements.txt
 	@echo "setting up $(VENV) with $$($(PYTHON) -V): packages (once; takes a minute or so)"
 	$(PY) -m pip install --quiet -r $(STATE)/requirements.txt
