@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import jax
 
 import transformer_engine_jax as te
-from transformer_engine_jax import distribution, support
+from transformer_engine_jax import distribution, nnx, support
 
 
 def python(code: str, **environment) -> subprocess.CompletedProcess:
@@ -95,3 +96,8 @@ def test_an_installed_package_that_a_checkout_hides_is_named(tmp_path, monkeypat
     module.parent.mkdir()
     module.touch()
     assert f"hides the package that is installed in {tmp_path}. Run" in distribution.hidden_installation()
+
+
+def test_type_checkers_see_annotations_and_fields():
+    assert (pathlib.Path(te.__file__).parent / "py.typed").exists()
+    assert nnx.base.module.__dataclass_transform__["eq_default"] is False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import flax.core
 import flax.linen as nn
@@ -31,8 +31,11 @@ from transformer_engine_jax.sharding import constrain
 
 SUFFIX = "_main_grad"  # of the attribute beside a kernel, see te_nnx.main_grads
 
+T = TypeVar("T", bound=nnx.Module)
 
-def module(cls: type) -> type:
+
+@dataclass_transform(eq_default=False)
+def module(cls: type[T]) -> type[T]:
     """A module as a dataclass whose fields become attributes; compared and shown as NNX does. Calls bear its name, and
     fields are checked before __post_init__."""
     if "__call__" in vars(cls):
@@ -87,6 +90,11 @@ class helper:
 
 class Fp8Module(nnx.Module):
     """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8State."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Parameters and states get their names at run time."""
 
     def make_param(
         self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype, rngs: nnx.Rngs
