@@ -28,6 +28,7 @@ QKV = emulated.normal(0, (B, S, H, D), (B, S, G, D), (B, S, G, DV))
 (DY, BIAS, ROW_BIAS, OFFSET) = emulated.normal(1, (B, S, H, DV), (1, H, S, S), (1, 1, 1, S), H)
 MASK = np.random.default_rng(0).random((B, 1, S, S)) < 0.3
 IDS = np.array([[1] * 20 + [2] * 9 + [0] * 3, [1] * 3 + [0] * 4 + [5] * 25])
+POSITIONS = np.array([[*range(20), *range(9), *range(3)], [*range(3), *range(4), *range(25)]])
 # Options and arguments of the op
 CASES = {
     "all": (dict(), dict()),
@@ -180,6 +181,21 @@ def test_an_axis_of_one_device_is_none():
     assert "shard_map" not in parts
 
 
+@pytest.mark.parametrize("fields", [dict(causal=True), dict(causal=True, bottom_right=True)])
+@pytest.mark.parametrize("positions", [None, POSITIONS])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 1)])
+def test_ids_may_be_sharded_as_tokens_are(shape, positions, fields):
+    """Over explicit axes too, on which a row that is sharded can't be counted in."""
+    mesh, options = testing.mesh_of(shape, ("data", "cp"), explicit=True), Attention(0.3, **fields)
+    described = SequenceDescriptor.from_segment_ids_and_pos(IDS, positions, max_segments=3)
+    arguments = dict(sequence_descriptor=described)
+    given = (tuple(QKV), DY, jax.tree.map(jnp.asarray, arguments))
+    with testing.on_mesh(mesh):
+        qkv, dy, arguments = testing.shard(mesh, given, jax.tree.map(lambda _: P("data", "cp"), given))
+        got = step(options, ContextParallel("cp"), qkv, dy, arguments)
+    testing.assert_close(got, step(options, None, tuple(QKV), DY, given[2]), F32)
+
+
 def test_explicit_axes_are_reordered_outside_a_mesh():
     mesh = testing.mesh_of((2, 4), ("data", "cp"), explicit=True)
     (x,) = testing.shard(mesh, [QKV[0]], [P("data", "cp")])
@@ -190,7 +206,6 @@ def test_explicit_axes_are_reordered_outside_a_mesh():
 
 
 LENGTHS = np.array([[20, 9], [32, 0]])
-POSITIONS = np.array([[*range(20), *range(9), *range(3)], [*range(3), *range(4), *range(25)]])
 order, back = (partial(f, cp_size=4) for f in (reorder_causal_load_balancing, inverse_reorder_causal_load_balancing))
 
 

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.sharding import sharded_over
 
 Pair = tuple[Any, Any]
 
@@ -161,7 +163,7 @@ class Places(NamedTuple):
 
 def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options: Attention) -> tuple[Places, Places]:
     """Places of the queries and of the keys."""
-    found = []
+    sequences, found = _with_whole_rows(sequences), []
     for side, size in enumerate((q_len, k_len)):
         of_side = lambda pair, side=side: None if pair is None else pair[side]
         if sequences is None:
@@ -174,6 +176,19 @@ def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options
             place, length = places_of(*at, size)
         found.append(place._replace(position=place.position - length) if options.bottom_right else place)
     return found[0], found[1]
+
+
+def _with_whole_rows(sequences: SequenceDescriptor | None) -> SequenceDescriptor | None:
+    """The same with rows of ids and positions whole on each device, as to count in them wants. Explicit axes only."""
+
+    def whole(x):
+        own = jax.typeof(x).sharding
+        return sharded_over(x, P(own.spec[0]), frozenset(own.mesh.explicit_axes))
+
+    if sequences is None or sequences.segment_ids is None:
+        return sequences
+    ids, positions = jax.tree.map(whole, (sequences.segment_ids, sequences.segment_pos))
+    return dataclasses.replace(sequences, segment_ids=ids, segment_pos=positions)
 
 
 def counted_back(queries: Places, keys: Places, mask) -> tuple[Places, Places]:
@@ -234,6 +249,7 @@ def runs(sequences: SequenceDescriptor) -> Runs:
         offsets = sequences.seq_offsets or (None, None)
         (q_start, q_len), (k_start, k_len) = map(starts_and_lengths, sequences.seqlens, offsets)
         return Runs(q_start, q_len, k_start, k_len, None)
+    sequences = _with_whole_rows(sequences)
     positions = sequences.segment_pos or (None, None)
     queries, keys = (_side(*side, sequences.max_segments) for side in zip(sequences.segment_ids, positions))
     # [B, N of queries, N of keys]
