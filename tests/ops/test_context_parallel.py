@@ -379,6 +379,25 @@ def test_equal_calls_are_compiled_once():
     testing.assert_close(results[1:], results[:1] * 3, F32)
 
 
+@STRATEGIES
+def test_a_score_mod_is_read_in_each_call(strategy):
+    """Not what it was when an equal call was compiled: an nnx.Module is one and the same with other parameters."""
+
+    class Slope:
+        def __init__(self, slope):
+            self.slope = slope
+
+        def __call__(self, scores, q, k):
+            return scores + self.slope * (k - q)
+
+    score_mod, parallel = Slope(jnp.float32(0.1)), ContextParallel("seq", strategy)
+    run = partial(dot_product_attention, *QKV, options=Attention(0.25, score_mod=score_mod))
+    with testing.on_mesh(testing.mesh_of((2,), ("seq",))):
+        for slope in (0.1, -0.3):
+            score_mod.slope = jnp.float32(slope)
+            testing.assert_close(run(context_parallel=parallel), run(), F32)
+
+
 def test_a_reordering_over_no_devices_says_so():
     with pytest.raises(ValueError, match="cp_size: expected how many devices share a sequence, 1 or more, got 0"):
         reorder_causal_load_balancing(QKV[0], cp_size=0)

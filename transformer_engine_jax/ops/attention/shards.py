@@ -141,13 +141,28 @@ def _with_floats(leaves, floats) -> list:
     return [next(floats) if _real(x) else x for x in leaves]
 
 
-# Kept, so that JAX traces and compiles equal calls once.
-@functools.lru_cache(maxsize=256)
+def _kept(make: Callable) -> Callable:
+    """make(on, ..), kept, so that JAX traces and compiles equal calls once.
+
+    Not with a score_mod: what that reads, as the parameters of an nnx.Module, may be other numbers in the next call.
+    """
+    kept = functools.lru_cache(maxsize=256)(make)
+    modifies = lambda on: any(isinstance(x, Attention) and x.score_mod is not None for x in on.static)
+
+    @functools.wraps(make)
+    def made(on: _OnAxes, *args) -> Callable:
+        return (make if modifies(on) else kept)(on, *args)
+
+    made.cache_info = kept.cache_info
+    return made
+
+
+@_kept
 def _program(on: _OnAxes) -> Callable:
     return on.mapped(on.of_shard, on.specs, on.out_specs)
 
 
-@functools.lru_cache(maxsize=256)
+@_kept
 def _gradients(on: _OnAxes, real: tuple[bool, ...]) -> Callable:
     specs = [spec for spec, has_one in zip(on.specs, real) if has_one]
     return on.mapped(on.gradients_of_shard, (on.out_specs, *on.specs), specs)
