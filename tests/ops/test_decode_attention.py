@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, backends, decode, flash
+from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, backends, decode, flash, reference
 from transformer_engine_jax.ops.attention.decode import KVCache, decode_attention
 from transformer_engine_jax.ops.attention.flash_cached import attention_cached, cached_attention
 
@@ -91,6 +91,50 @@ def test_a_chunk_as_long_as_the_cache(rows):
     got = decode_attention(late, key, key, index=jnp.int32(5), options=options, bias=bias)
     testing.assert_close(got[:, : S - 5], whole[:, 5:], F32)
     assert np.isnan(got[:, S - 5 :]).all()
+
+
+PADDING = np.arange(S) < np.array([0, 4, 9])[:, None]
+LONG = {
+    "causal": (dict(causal=True), {}),
+    "window, off by one": (dict(causal=True, window=(6, 0), softmax_type="off_by_one"), {}),
+    "padding": (dict(causal=True), dict(mask=PADDING[:, None, None])),
+    "a mask of all tokens": (dict(causal=True), dict(mask=np.random.default_rng(0).random((1, 1, S, S)) < 0.3)),
+    "bias": (dict(window=(6, 2)), dict(bias=emulated.normal(7, (1, H, S, S))[0])),
+    "dropout": (dict(causal=True, dropout=0.5), dict(dropout_key=jax.random.key(0))),
+    "score_mod": (dict(causal=True, score_mod=lambda scores, q, k: scores + 0.1 * q * k), {}),
+}
+
+
+@pytest.mark.parametrize("q_len, index", [(9, 7), (9, S - 5), (S, 0)])
+@pytest.mark.parametrize("case", LONG)
+def test_a_long_prompt_in_blocks(case, q_len, index, monkeypatch):
+    fields, call = LONG[case]
+    query, key, value = (jnp.asarray(x) for x in emulated.normal(8, (B, q_len, H, D), (B, S, G, D), (B, S, G, D)))
+    run = lambda: decode_attention(query, key, value, index=jnp.int32(index), options=Attention(0.2, **fields), **call)
+    whole = run()
+    monkeypatch.setattr(reference, "LOGITS_PER_BLOCK", B * H * S * 4)
+    monkeypatch.setattr(reference, "LEAST_ROWS", 4)
+    blocks, there = run(), slice(0, S - index)
+    testing.assert_close(blocks[:, there], whole[:, there], F32)
+    assert np.isnan(blocks[:, S - index :]).all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_memory_of_a_long_prompt_grows_with_its_length_and_not_its_square(padded):
+    """Compiled only: prompts of 16 k and 32 k tokens, as long as their caches. A mask [Q, S] has as many bytes as
+    4 and 16 blocks have logits."""
+
+    def prompt(query, key, index):
+        mask = jnp.zeros((1, 1, 1, key.shape[1]), bool) if padded else None
+        options = Attention(0.2, causal=True, softmax_type="off_by_one")
+        return decode_attention(query, key, key, index=index, options=options, mask=mask)
+
+    def bytes_for(tokens: int) -> int:
+        x, index = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+        with jax.default_device(jax.devices("cpu")[0]):
+            return jax.jit(prompt).lower(x, x, index).compile().memory_analysis().temp_size_in_bytes
+
+    assert bytes_for(2**15) < 1.2 * bytes_for(2**14)
 
 
 @pytest.mark.parametrize("devices", [1, 8])

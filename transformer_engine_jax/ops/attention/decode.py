@@ -13,6 +13,7 @@ from transformer_engine_jax.decisions import platform, shards
 from transformer_engine_jax.ops.attention.backends import attention_backend
 from transformer_engine_jax.ops.attention.op import check_broadcast, dot_product_attention
 from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.attention.reference import in_blocks
 from transformer_engine_jax.ops.attention.sequences import Places, SequenceDescriptor, visible
 from transformer_engine_jax.sharding import sharded_as
 
@@ -100,16 +101,19 @@ def decode_attention(
     mask, bias = (_rows_of(x, rows, k_len) for x in (mask, bias))
     mask = check_broadcast("mask", mask, query, key)
     hidden = (tokens >= index + q_len)[None, None, None]
-    seen = visible(options, Places(rows[None]), Places(tokens[None]), hidden if mask is None else hidden | mask)
+    hidden = hidden if mask is None else hidden | mask
+    others = dict(bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key, quantizers=quantizers)
+    if _is_long(options, query, key, value, hidden, bias, dropout_key):
+        options, sequences = options._replace(bottom_right=False), _those_seen(hidden, rows, tokens, query.shape[0])
+        context = dot_product_attention(query, key, value, options=options, sequence_descriptor=sequences, **others)
+        return _without_end(context, index, k_len)
+    seen = visible(options, Places(rows[None]), Places(tokens[None]), hidden)
     score_mod = options.score_mod
-    context = dot_product_attention(
-        query, key, value,
-        options=options._replace(
-            causal=False, window=None, bottom_right=False,
-            score_mod=score_mod and (lambda scores, q, k: score_mod(scores, q + index, k)),
-        ),
-        mask=~seen, bias=bias, softmax_offset=softmax_offset, dropout_key=dropout_key, quantizers=quantizers,
+    options = options._replace(
+        causal=False, window=None, bottom_right=False,
+        score_mod=score_mod and (lambda scores, q, k: score_mod(scores, q + index, k)),
     )  # fmt: skip
+    context = dot_product_attention(query, key, value, options=options, mask=~seen, **others)
     return _without_end(context, index, k_len)
 
 
@@ -132,6 +136,22 @@ def _so_far(index, query, key) -> SequenceDescriptor:
     counts = 1 if q_len == 1 else jnp.clip(k_len - index, 1, q_len), jnp.clip(index + q_len, 1, k_len)
     lengths = tuple(jnp.full(batch, n, jnp.int32) for n in counts)
     return dataclasses.replace(SequenceDescriptor.from_seqlens(lengths), cached=True)
+
+
+def _is_long(options: Attention, query, key, value, hidden, bias, dropout_key) -> bool:
+    """Whether a mask [.., Q, S] would take more memory than what else is there; where cuDNN is given it, it stays."""
+    if hidden.shape[1:3] != (1, 1) or not in_blocks(query, key.shape[1]):
+        return False
+    mask = jax.ShapeDtypeStruct((hidden.shape[0], 1, query.shape[1], key.shape[1]), bool)
+    given = dict(mask=mask, bias=bias, dropout_key=dropout_key)
+    return attention_backend(options, query, key, value, **given)[0] == "reference"
+
+
+def _those_seen(hidden, rows, tokens, batch: int) -> SequenceDescriptor:
+    """One sequence of the queries at these places, and of the tokens that are not hidden, bool[B or 1, 1, 1, S]."""
+    ids = jnp.ones((1, rows.shape[0]), jnp.int32), jnp.logical_not(hidden[:, 0, 0]).astype(jnp.int32)
+    of_all = lambda x: jnp.broadcast_to(x, (batch, x.shape[1]))
+    return SequenceDescriptor.from_segment_ids_and_pos(*jax.tree.map(of_all, (ids, (rows[None], tokens[None]))))
 
 
 def _without_end(x, index, k_len: int) -> jax.Array:

@@ -63,6 +63,12 @@ def rows_per_block(batch: int, heads: int, q_len: int, k_len: int) -> int:
     return q_len if blocks <= 1 else -(-q_len // blocks)
 
 
+def in_blocks(query, k_len: int) -> bool:
+    """Whether the logits of query [B, Q, H, D] and so many keys are too many to be there at once."""
+    batch, q_len, heads, _ = query.shape
+    return isinstance(q_len, int) and rows_per_block(batch, heads, q_len, k_len) < q_len
+
+
 def attention_reference(
     options: Attention, query, key, value, *,
     queries: Places, keys: Places, mask, bias, softmax_offset, dropout_key, first_row=0,
@@ -87,10 +93,10 @@ def rows_and_shared(query, key, value, queries, keys, mask, bias, softmax_offset
 
 def by_blocks(attend, rows: Rows, k_len: int):
     """attend(rows), a pytree of [B, Q, ..], computed block by block where the logits of all rows are too many."""
+    if not in_blocks(rows.query, k_len):
+        return attend(rows)
     batch, q_len, heads, _ = rows.query.shape
     size = rows_per_block(batch, heads, q_len, k_len)
-    if size >= q_len:
-        return attend(rows)
     blocks = [None if x is None else _in_blocks(x, axis, size) for x, axis in zip(rows, _ROW_AXES)]
     out = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), Rows(*blocks))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :q_len], out)
