@@ -20,7 +20,6 @@ from transformer_engine_jax.ops.attention import (
     inverse_reorder_causal_load_balancing,
     reference,
     reorder_causal_load_balancing,
-    shards,
 )
 
 B, S, H, G, D, DV = 2, 32, 4, 2, 16, 8
@@ -364,38 +363,6 @@ def test_an_axis_that_is_manual_shards_no_more():
             ValueError, match="context_parallel_axis: expected an axis .* outside any shard_map over it"
         ):
             jax.eval_shape(jax.shard_map(attend, in_specs=P(None, "cp"), out_specs=P(None, "cp")), x)
-
-
-def test_equal_calls_are_compiled_once():
-    parallel = ContextParallel("seq")
-    options = Attention(scale=0.25, causal=True)
-    compiled = lambda: shards._program.cache_info().misses
-    before, results = compiled(), []
-    for mesh in (testing.mesh_of((2,), ("seq",)), testing.mesh_of((2, 2), ("data", "seq"))):
-        with testing.on_mesh(mesh):
-            run = lambda: dot_product_attention(*QKV, options=options, context_parallel=parallel)
-            results += [jax.device_get(run()), jax.device_get(run())]
-    assert compiled() == before + 2
-    testing.assert_close(results[1:], results[:1] * 3, F32)
-
-
-@STRATEGIES
-def test_a_score_mod_is_read_in_each_call(strategy):
-    """Not what it was when an equal call was compiled: an nnx.Module is one and the same with other parameters."""
-
-    class Slope:
-        def __init__(self, slope):
-            self.slope = slope
-
-        def __call__(self, scores, q, k):
-            return scores + self.slope * (k - q)
-
-    score_mod, parallel = Slope(jnp.float32(0.1)), ContextParallel("seq", strategy)
-    run = partial(dot_product_attention, *QKV, options=Attention(0.25, score_mod=score_mod))
-    with testing.on_mesh(testing.mesh_of((2,), ("seq",))):
-        for slope in (0.1, -0.3):
-            score_mod.slope = jnp.float32(slope)
-            testing.assert_close(run(context_parallel=parallel), run(), F32)
 
 
 def test_a_reordering_over_no_devices_says_so():
