@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,10 @@ from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.sharding import sharded_over
 
 Pair = tuple[Any, Any]
+
+# Tokens with sequences: of a million and a thousand these would take gigabytes, where XLA does not fuse what they are
+# compared for, as it does not on CPUs.
+MOST_COMPARED = 2**24
 
 
 @jax.tree_util.register_dataclass
@@ -266,31 +271,49 @@ def _side(ids, positions, most: int) -> _Side:
     before = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)))
     begins = (ids != 0) & (ids != before)
     number = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    numbers = 1 + jnp.arange(most, dtype=jnp.int32)[None, :, None]
-    own = (number[:, None, :] == numbers) & (ids != 0)[:, None, :]  # [B, N, S]
-    first = own & begins[:, None, :]
-    of_first = lambda x: jnp.sum(jnp.where(first, x[:, None, :], 0), axis=-1, dtype=jnp.int32)
-    start, length = of_first(jnp.broadcast_to(token, ids.shape)), jnp.sum(own, axis=-1, dtype=jnp.int32)
-    id = of_first(ids)
+    positions_there = jnp.zeros_like(ids) if positions is None else positions
+
+    def of_those(n):
+        own = (number[:, None, :] == 1 + n[None, :, None]) & (ids != 0)[:, None, :]  # [B, N, S]
+        first = own & begins[:, None, :]
+        of_first = lambda x: jnp.sum(jnp.where(first, x[:, None, :], 0), axis=-1, dtype=jnp.int32)
+        length = jnp.sum(own, axis=-1, dtype=jnp.int32)
+        return of_first(jnp.broadcast_to(token, ids.shape)), length, of_first(ids), of_first(positions_there)
+
+    start, length, id, position = _in_parts(of_those, most, ids.shape)
     others = (id[:, :, None] == id[:, None, :]) & (length[:, None, :] > 0) & ~np.eye(most, dtype=bool)[None]
-    kept = (number[:, -1] <= most) & ~jnp.any(others, axis=(1, 2))
+    kept = jnp.all(number <= most, axis=1) & ~jnp.any(others, axis=(1, 2))
     if positions is None:
-        return _Side(start, length, id, jnp.zeros_like(start), kept)
+        return _Side(start, length, id, position, kept)
     counts_up = (positions == jnp.pad(positions[:, :-1], ((0, 0), (1, 0))) + 1) | begins | (ids == 0)
-    return _Side(start, length, id, of_first(positions), kept & jnp.all(counts_up, axis=1))
+    return _Side(start, length, id, position, kept & jnp.all(counts_up, axis=1))
 
 
 def places_of(starts, lengths, size: int) -> tuple[Places, jax.Array]:
     """Places of tokens of sequences that start and end so, i32[B, N] each; and the length of each token's sequence."""
-    starts, lengths = starts[:, None, :], lengths[:, None, :]
-    token = jnp.arange(size, dtype=jnp.int32)[None, :, None]
-    inside = (token >= starts) & (token < starts + lengths)  # [B, S, N]
+    number = jnp.arange(1, lengths.shape[1] + 1, dtype=jnp.int32)[None, None]
 
-    def of_own(x):
-        return jnp.sum(jnp.where(inside, x, 0), axis=-1, dtype=jnp.int32)
+    def of_those(token):
+        at, starts_at, lengths_at = token[None, :, None], starts[:, None, :], lengths[:, None, :]
+        inside = (at >= starts_at) & (at < starts_at + lengths_at)  # [B, S, N]
+        of_own = lambda x: jnp.sum(jnp.where(inside, x, 0), axis=-1, dtype=jnp.int32)
+        return of_own(at - starts_at), of_own(number), of_own(lengths_at)
 
-    number = jnp.arange(1, lengths.shape[-1] + 1, dtype=jnp.int32)[None, None]
-    return Places(of_own(token - starts), of_own(number)), of_own(lengths)
+    position, segment, length = _in_parts(of_those, size, lengths.shape)
+    return Places(position, segment), length
+
+
+def _in_parts(of_those: Callable, count, others):
+    """of_those(0, .., count - 1 as i32[n]), a pytree of [B, n]: at once, or in parts where too much is compared.
+
+    others: with what it compares each, [B, m] numbers. Sizes that jax.export is not told are few.
+    """
+    if not all(isinstance(n, int) for n in (count, *others)) or count * math.prod(others) <= MOST_COMPARED:
+        return of_those(jnp.arange(count, dtype=jnp.int32))
+    size = max(MOST_COMPARED // math.prod(others), 1)
+    parts = jnp.arange(-(-count // size) * size, dtype=jnp.int32).reshape(-1, size)
+    found = jax.lax.map(of_those, parts)  # [parts, B, size]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(others[0], -1)[:, :count], found)
 
 
 def _run_starts(x) -> jax.Array:
