@@ -57,3 +57,15 @@ def test_of_no_tokens_a_promise_is_kept(q_len, k_len):
     query, key = (jnp.ones((2, n, 1, 8)) for n in (q_len, k_len))
     out = dot_product_attention(query, key, key, options=Attention(1.0), sequence_descriptor=described)
     assert out.shape == (2, q_len, 1, 8) and not np.asarray(out).any()
+
+
+def test_ids_of_64_bits_are_refused_where_32_do_not_hold_them():
+    """Cut to 32 bits, hashes might be equal, or 0, which is padding."""
+    ids = np.array([[1, 1, 2]])
+    for wide in (ids << 32, ids.astype(np.uint64) << np.uint64(32), -ids << 32):
+        with pytest.raises(
+            ValueError, match="segment_ids: expected numbers of 32 bits, .*, got u?int64 from -?[0-9]+ to"
+        ):
+            SequenceDescriptor.from_segment_ids_and_pos(wide)
+    same = SequenceDescriptor.from_segment_ids_and_pos(ids.astype(np.uint64))
+    testing.assert_same_bytes(same.segment_ids[0], jnp.asarray(ids, jnp.int32))

@@ -140,6 +140,8 @@ def _pair(name: str, x, ranks: tuple[int, ...]) -> Pair:
     pair = x if several else (x, x)
     if len(pair) != 2:
         raise ValueError(f"SequenceDescriptor: {name}: expected an array or a pair of arrays, got {len(pair)} of them")
+    for a in pair:
+        _check_range(name, a)
     try:
         pair = tuple(map(jnp.asarray, pair))
     except ValueError as error:  # lists of several lengths
@@ -153,6 +155,17 @@ def _pair(name: str, x, ranks: tuple[int, ...]) -> Pair:
                 f"got {a.dtype}{list(a.shape)}"
             )
     return tuple(a.astype(jnp.int32) for a in pair)
+
+
+def _check_range(name: str, a) -> None:
+    """ValueError for an array of NumPy's with numbers that would become others: JAX cuts them to 32 bits."""
+    if not isinstance(a, np.ndarray) or a.dtype.kind not in "iu" or a.dtype.itemsize <= 4 or not a.size:
+        return
+    if a.min() < -(2**31) or a.max() >= 2**31:
+        raise ValueError(
+            f"SequenceDescriptor: {name}: expected numbers of 32 bits, as np.unique(ids, return_inverse=True) makes of "
+            f"any, got {a.dtype} from {a.min()} to {a.max()}"
+        )
 
 
 class Places(NamedTuple):
