@@ -1,7 +1,9 @@
 """Context parallelism: attention where a mesh axis shards the sequence.
 
 ALL_GATHER (and DEFAULT): each device gathers all keys and values. RING: they go round from device to device, and each
-query keeps a running softmax (Liu et al., 2023), so that no device ever holds more than two parts of them.
+query keeps a running softmax (Liu et al., 2023), so that no device ever holds more than two parts of them. But where a
+gradient is taken in plain JAX, each keeps all that came round, and for each part the running sums, f32: more than
+ALL_GATHER does.
 
 Under causality the first queries see little and the last ones all. In the balanced order device i of n holds the parts
 i and 2 n - 1 - i of 2 n; `reorder_causal_load_balancing` brings a sequence into it.
