@@ -153,6 +153,10 @@ def test_gradients_that_stay_in_f32_cost_where_tokens_are_few():
     in_a_scan = []
     jax.lax.scan(lambda x, _: (x, in_a_scan.append((of_each(DELAYED), of_each(current)))), 0, length=1)
     assert set(in_a_scan) == {(of_each(DELAYED, **rounded), of_each(current, **rounded))}
+    in_a_step = []
+    step = jax.grad(lambda x: (in_a_step.append(of_each(DELAYED)), x)[1])
+    jax.lax.scan(lambda x, _: (step(x), None), 0.0, length=1)
+    assert set(in_a_step) == {of_each(DELAYED)}
     of_16_bits = [p._replace(kernel_dtype=jnp.bfloat16) for p in LLAMA_MLP]
     assert gain(of_16_bits, DELAYED) == gain(of_16_bits, DELAYED, **rounded)
 

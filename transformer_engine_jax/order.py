@@ -50,9 +50,21 @@ def in_scanned_layers() -> bool:
     return _scan() in ("forward", "backward")
 
 
-def in_scan() -> bool:
-    """Whether JAX traces a scan's body, or a pass over one."""
-    return _scan() is not None
+def traces_layers() -> bool:
+    """Whether this is the body of scanned layers, or a pass over it, for all that can be told: of the innermost scan.
+
+    A body that takes gradients itself is a training step, or what one makes of a microbatch.
+    """
+    takes_gradients, frame = False, sys._getframe()
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file == _LOOPS and name.startswith("_scan_"):
+            return True
+        if file == _LOOPS and name == "scan":
+            return not takes_gradients
+        takes_gradients = takes_gradients or file == _GRADIENTS
+        frame = frame.f_back
+    return False
 
 
 def of_scanned_layers(kernel, x) -> bool:
@@ -60,10 +72,11 @@ def of_scanned_layers(kernel, x) -> bool:
 
     Where a scan goes over tokens or microbatches, and the kernel is the same for all, it comes from outside.
     """
-    return in_scan() and getattr(kernel, "_trace", None) is getattr(x, "_trace", x)
+    return traces_layers() and getattr(kernel, "_trace", None) is getattr(x, "_trace", x)
 
 
 _LOOPS = inspect.unwrap(jax.lax.scan).__code__.co_filename
+_GRADIENTS = inspect.unwrap(ad.instantiate_zeros).__code__.co_filename
 
 
 def _scan() -> str | None:
@@ -71,8 +84,8 @@ def _scan() -> str | None:
 
     Only its functions on Python's stack tell. Where gradients are taken inside of a body, as over microbatches, that is
     a "body" in both passes. JAX's caches do not see it: a function that is jitted by itself, and called both in a scan
-    and outside, has the barriers of the call that was traced first. Its results are the same; only time and memory
-    differ.
+    and outside, has the barriers of the call that was traced first. With these its results are the same; only time and
+    memory differ. But it has that call's choice of FP8 too, see precision.py.
     """
     found = None
     frame = sys._getframe()

@@ -21,7 +21,7 @@ from transformer_engine_jax.autocast import current
 from transformer_engine_jax.decisions import decided, platform
 from transformer_engine_jax.ops.dot_general import checked_numbers
 from transformer_engine_jax.ops.gemm import FP8_MULTIPLE
-from transformer_engine_jax.order import in_scan
+from transformer_engine_jax.order import traces_layers
 from transformer_engine_jax.recipe import Recipe
 
 
@@ -69,12 +69,12 @@ def _bytes_of_kernel(product: Product, recipe: Recipe, rounds_wgrad: bool) -> fl
     """What a training step moves more for each of a kernel's values in FP8 than in bf16, in bytes.
 
     The cast of 16 bits reads them and writes two copies, that of f32 takes about as long as its conversion to 16 bits.
-    The gradient of f32 stays that until an optimizer has read it, where in bf16 it has 16 bits (but in a scan, which
-    stacks it in f32). Current scaling reads the kernel once more before.
+    The gradient of f32 stays that until an optimizer has read it, where in bf16 it has 16 bits (but in scanned
+    layers, of which it is stacked in f32). Current scaling reads the kernel once more before.
     """
     if np.dtype(product.kernel_dtype).itemsize <= 2:
         return 5 if recipe.stateful else 6.5
-    of_gradient = 0 if rounds_wgrad or in_scan() else 4
+    of_gradient = 0 if rounds_wgrad or traces_layers() else 4
     return of_gradient + (0.5 if recipe.stateful else 3.5)
 
 

@@ -209,14 +209,23 @@ def in_turn(x, kernels):
     return x
 
 
+def summed(x, kernels, of_all=in_turn):
+    return jnp.sum(of_all(x, kernels).astype(jnp.float32))
+
+
+gradients = jax.grad(summed, 1)
+
+
 # x, kernels -> x: whether products are of kernels in a stack
 SCANS = {
     "layers": (layers, True),
-    "layers with gradients": (jax.grad(lambda x, w: jnp.sum(layers(x, w).astype(jnp.float32))), True),
+    "layers with gradients": (jax.grad(partial(summed, of_all=layers)), True),
     "rematerialised layers": (partial(layers, of_each=jax.checkpoint(by_kernels)), True),
     "layers for each token": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: layers(x, w), x), True),
     "tokens": (lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: in_turn(x, w), x), False),
     "microbatches": (lambda x, w: jax.lax.scan(lambda _, x: (None, in_turn(x, w)), None, x[None])[1], False),
+    "gradients of microbatches": (lambda x, w: jax.lax.map(lambda x: gradients(x, w), x[None]), False),
+    "training steps": (lambda x, w: jax.lax.scan(lambda w, x: (gradients(x, w), None), w, x[None]), False),
     "no scan": (in_turn, False),
 }
 
