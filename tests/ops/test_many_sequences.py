@@ -69,3 +69,12 @@ def test_ids_of_64_bits_are_refused_where_32_do_not_hold_them():
             SequenceDescriptor.from_segment_ids_and_pos(wide)
     same = SequenceDescriptor.from_segment_ids_and_pos(ids.astype(np.uint64))
     testing.assert_same_bytes(same.segment_ids[0], jnp.asarray(ids, jnp.int32))
+
+
+@pytest.mark.parametrize("make", [jnp.asarray, np.ndarray.tolist])
+def test_so_are_those_that_jax_keeps(make):
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match="seqlens: expected numbers of 32 bits, .*, got int64 from 0 to 42949"):
+            SequenceDescriptor.from_seqlens(make(np.array([[0, 2**32]])))
+        traced = jax.eval_shape(SequenceDescriptor.from_seqlens, jax.ShapeDtypeStruct((1, 2), jnp.int64))
+    assert traced.seqlens[0].dtype == jnp.int32

@@ -154,12 +154,17 @@ def _pair(name: str, x, ranks: tuple[int, ...]) -> Pair:
                 f"SequenceDescriptor: {name}: expected integers of rank {' or '.join(map(str, ranks))}, "
                 f"got {a.dtype}{list(a.shape)}"
             )
+        _check_range(name, a)
     return tuple(a.astype(jnp.int32) for a in pair)
 
 
 def _check_range(name: str, a) -> None:
-    """ValueError for an array of NumPy's with numbers that would become others: JAX cuts them to 32 bits."""
-    if not isinstance(a, np.ndarray) or a.dtype.kind not in "iu" or a.dtype.itemsize <= 4 or not a.size:
+    """ValueError for an array whose numbers are known and would become others: they are cut to 32 bits.
+
+    Before JAX has an array of NumPy's, which it cuts, and after, as it keeps 64 bits under jax_enable_x64.
+    """
+    known = isinstance(a, np.ndarray) or (isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer))
+    if not known or a.dtype.kind not in "iu" or a.dtype.itemsize <= 4 or not a.size:
         return
     if a.min() < -(2**31) or a.max() >= 2**31:
         raise ValueError(
