@@ -334,3 +334,45 @@ def test_inputs_that_jit_makes_two_of_do_not_pass_for_cross_attention():
         ValueError, match="inputs_kv: expected none, or inputs_q itself, with a KV cache of self-attention"
     ):
         step(variables, X[:, :1], X[:, :1])
+
+
+class Scanned(nn.Module):
+    """Three layers in a scan."""
+
+    fields: dict
+
+    @nn.compact
+    def __call__(self, x, **call):
+        layer = nn.scan(
+            lambda module, x, _: (module(x, **call), None),
+            variable_axes={"params": 0, "cache": 0},
+            split_rngs={"params": True},
+            length=3,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        return layer(Layer(**self.fields, name="layers"), x, None)[0]
+
+
+def test_layers_that_were_scanned_generate_one_after_the_other():
+    """As GUIDE says: each with its slice of the parameters and a cache of its own, which a scan would copy."""
+    fields = dict(enable_rotary_pos_emb=True, enable_relative_embedding=False)
+    scanned, layer, call = Scanned(fields), Layer(**fields), dict(decode=True, deterministic=True)
+    variables = nn.unbox(scanned.init(jax.random.key(0), X, **call))
+    stack, stacked_cache = variables["params"]["layers"], variables["cache"]
+    cache = [layer.init(jax.random.key(0), X, **call)["cache"] for _ in range(3)]
+
+    @jax.jit
+    def one_after_the_other(stack, cache, x):
+        cache = list(cache)
+        for i, given in enumerate(cache):
+            params = jax.tree.map(lambda a: a[i], stack)
+            x, new = layer.apply({"params": params, "cache": given}, x, **call, mutable=["cache"])
+            cache[i] = new["cache"]
+        return x, cache
+
+    for tokens in (X[:, :5], X[:, 5:6], X[:, 6:7]):
+        y, cache = one_after_the_other(stack, cache, tokens)
+        given = {"params": variables["params"], "cache": stacked_cache}
+        expected, new = scanned.apply(given, tokens, **call, mutable=["cache"])
+        stacked_cache = new["cache"]
+        testing.assert_close(y, expected, F32)
