@@ -1,7 +1,7 @@
 """Where FP8 pays: a training step of a dense op of each size, in FP8 and in bf16, casts and states included.
 
-What a layer decides by (transformer_engine_jax/precision.py) was fitted to this table. The step is one of AdamW, behind
-a clip of the gradient by its norm: what becomes of a gradient decides whether it leaves its product in f32 for nothing.
+What a layer decides by (transformer_engine_jax/precision.py) was fitted to this table, and to steps of layers
+(NOTES.md). The step is one of AdamW, behind a clip by norm: what a gradient in f32 costs shows where it is read.
 """
 
 from __future__ import annotations

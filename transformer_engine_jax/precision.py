@@ -60,8 +60,9 @@ def mlp_products(x, activations: int, size: int, kernel_dtype, norm: bool) -> tu
     return [first], [Product(first.m, size, first.k, kernel_dtype, casts_x=False)]
 
 
-# Seconds, fitted to what `python -m benchmarks precision` measured on an H200: what a floating-point operation of a
-# product saves in FP8, what a byte of the casts costs, and what all launches of one product cost.
+# Seconds, fitted to steps of training on an H200, of single products (`python -m benchmarks precision`) and of layers
+# (benchmarks/NOTES.md, Few tokens in FP8): what a floating-point operation of a product saves in FP8, what a byte of
+# the casts costs, and what all launches of one product cost.
 SAVED, BYTE, EACH = 0.60e-15, 1 / 3.5e12, 12e-6
 
 
