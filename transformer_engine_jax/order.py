@@ -45,6 +45,11 @@ def computed_once(values: Any, given: Any = (), of: str | None = None) -> Any:
     return jax.tree.map(lambda x: x if id(x) in as_they_are else restored(jax.tree.map(once, stored(x))), values)
 
 
+def in_scan() -> bool:
+    """Whether this is the body of a scan, over layers, tokens or microbatches, or a pass over it."""
+    return _scan() is not None
+
+
 def in_scanned_layers() -> bool:
     """Whether this is a pass over layers that a scan runs, which stacks what the forward pass keeps."""
     return _scan() in ("forward", "backward")

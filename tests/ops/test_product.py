@@ -35,13 +35,23 @@ SHAPES = {
     "rows of two axes": ((4, 24, 64), (64, 3, 16), 1),
     "two contracted axes": ((40, 4, 16), (4, 16, 24), 2),
     "odd sizes": ((5, 7, 33), (33, 3, 9), 1),
+    "an axis of one": ((4, 24, 64), (64, 1, 40), 1),
 }
+
+
+def few_tokens(monkeypatch):
+    """What has few tokens for a GPU: all."""
+    monkeypatch.setattr(decisions, "FEW_TOKENS", 4096)
+    monkeypatch.setattr(decisions, "FEW_WHERE_CONVERTED", 4096)
 
 
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("added", ["", "bias", "residual", "bias and residual"])
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_is_dense(shapes, added, dtype):
+@pytest.mark.parametrize("few", [False, True], ids=["", "few tokens"])
+def test_is_dense(few, shapes, added, dtype, monkeypatch):
+    if few:
+        few_tokens(monkeypatch)
     x, kernel, k_axes = SHAPES[shapes]
     result = (*x[: len(x) - k_axes], *kernel[k_axes:])
     x, kernel, bias, residual = emulated.normal(1, x, kernel, kernel[k_axes:], result)
@@ -53,8 +63,9 @@ def test_is_dense(shapes, added, dtype):
     def run(by_kernels, x, kernel, *others):
         return dense(x, kernel, k_axes=k_axes, by_kernels=by_kernels, **dict(zip(names, others)))
 
-    text = str(jax.make_jaxpr(partial(run, True))(*args))
-    assert "<kernel gemm:" in text and "<kernel gemm:" not in str(jax.make_jaxpr(partial(run, False))(*args))
+    ours, plain = (str(jax.make_jaxpr(partial(run, by_kernels))(*args)) for by_kernels in (True, False))
+    assert ("<kernel gemm:" in ours) != few and "custom_vjp_call" in ours
+    assert "<kernel gemm:" not in plain and "custom_vjp_call" not in plain
     testing.check_op(
         partial(run, True), partial(run, False), tuple(args),
         value_bound=BOUND[dtype], gradient_bound=BOUND[dtype], key=jax.random.key(0),
@@ -150,10 +161,29 @@ def test_a_kernel_s_copy_of_16_bits_is_kept_or_made_again(m, n, rounds, again):
     testing.assert_close(dw, wide[0].T @ wide[2], BOUND["bfloat16"])
 
 
+def test_of_few_tokens_a_kernel_is_converted_once_and_its_gradient_comes_last(monkeypatch):
+    """Else XLA converts that of an MLP twice, and holds the copies while it has begun with gradients."""
+    few_tokens(monkeypatch)
+    x, w, dy = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((64, 1, 256)), jnp.zeros((8, 1, 256), jnp.bfloat16)
+
+    def gradients(x, w, dy):
+        return jax.vjp(partial(dense, by_kernels=True), x, w)[1](dy)
+
+    eqns = jax.make_jaxpr(gradients)(x, w, dy).eqns
+    of_kernel = [eqn for eqn in eqns if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval == w.aval]
+    assert len(of_kernel) == 1
+    barriers = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "te_all_at_once"]
+    products = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"]
+    assert products[-2] < barriers[-1] < products[-1] and eqns[products[-1]].outvars[0].aval.size == w.size
+
+
 @pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize("kernel", ["float32", "bfloat16"])
-def test_microbatches_add_up_in_f32(kernel, uses, monkeypatch):
+@pytest.mark.parametrize("few", [False, True], ids=["", "few tokens"])
+def test_microbatches_add_up_in_f32(few, kernel, uses, monkeypatch):
     """The product adds to the buffer, in f32 whatever the kernel's dtype; of two uses one does."""
+    if few:
+        few_tokens(monkeypatch)
     in_place = []
 
     def recorded(*operands, **options):
@@ -174,7 +204,7 @@ def test_microbatches_add_up_in_f32(kernel, uses, monkeypatch):
     assert dw.dtype == w.dtype and not dw.any()
     plain = jax.grad(lambda x: jnp.sum((dense(x, w) * dy).astype(jnp.float32)))(x)
     testing.assert_close(dx, uses * plain, BOUND["bfloat16"])
-    assert in_place.count(True) == 1
+    assert in_place.count(True) == (0 if few else 1)
 
 
 def test_what_is_not_computed_here(monkeypatch):
@@ -184,10 +214,14 @@ def test_what_is_not_computed_here(monkeypatch):
     assert not module.computes(x[:0], kernel, 1)
     monkeypatch.setattr(decisions, "FEW_TOKENS", 2)
     monkeypatch.setattr(decisions, "FEW_WHERE_CONVERTED", 4)
-    assert module.computes(x.reshape(2, 2, 8), kernel, 1) and not module.computes(x[:3], kernel, 1)
-    assert not module.computes(x.reshape(2, 2, 8), kernel.reshape(2, 4, 4), 2)
+    assert not module.by_xla(x.reshape(2, 2, 8), kernel, 1) and module.by_xla(x[:3], kernel, 1)
+    assert module.by_xla(x.reshape(2, 2, 8), kernel.reshape(2, 4, 4), 2)
     in_16_bits = kernel.astype(jnp.bfloat16)
-    assert module.computes(x[:3], in_16_bits, 1) and not module.computes(x[:1], in_16_bits, 1)
+    assert not module.by_xla(x[:3], in_16_bits, 1) and module.by_xla(x[:1], in_16_bits, 1)
+    assert module.computes(x[:1], kernel, 1)
+    computed = []  # where tokens are scanned
+    jax.lax.map(lambda x: computed.append(module.computes(x, kernel, 1)), x[:, None])
+    assert computed == [False]
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not module.computes(x, kernel, 1)
     for size in (2, 1):  # the mesh in force counts, also where it is not of this machine's devices

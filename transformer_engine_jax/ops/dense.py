@@ -17,7 +17,7 @@ from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.ops.dense_checks import check_dense, check_quantizers, check_residual
 from transformer_engine_jax.ops.gemm import gemm
 from transformer_engine_jax.ops.main_grad import Accumulating, claimed, collected, unpacked
-from transformer_engine_jax.ops.product import computes, kernel_last, product
+from transformer_engine_jax.ops.product import by_xla, computes, kernel_last, product
 from transformer_engine_jax.ops.quantize import (
     FLOATS,
     Cast,
@@ -58,6 +58,7 @@ class Dense(NamedTuple):
     gathers_x: bool = False  # whether each device has some of x's tokens before the product
     gathers_dy: bool = False  # whether each device has some of the output's behind it
     rounds_wgrad: bool = False  # see autocast's round_wgrad
+    by_xla: bool = False  # of 16 bits, see product.by_xla
     x_t_later: bool = False  # whether x's transposed copy is made for the backward pass, and not kept till then
     # Where each device has a shard of the kernel, logical axes of the copy that is gathered: of q[k.., n..], or of
     # q_t[n, k..], by its first axis, so that shards lie one after another.
@@ -355,7 +356,8 @@ def _dense(
         residual = None if residual is None else residual.astype(static.y_dtype)
         return _fp8_dense(static, x, kernel, bias, main_grad, quantizers, residual).astype(dtype)
     if by_kernels and quantizers is None and dtype == x.dtype and computes(x, kernel, k_axes):
-        static = Dense.of(x, kernel, bias, k_axes, residual=residual is not None, adds=adds)
+        fields = dict(residual=residual is not None, adds=adds, by_xla=by_xla(x, kernel, k_axes))
+        static = Dense.of(x, kernel, bias, k_axes, **fields)
         return product(static, x, kernel, bias, main_grad, residual)
     if main_grad is not None:
         kernel = collected(adds, kernel, main_grad)

@@ -1,7 +1,8 @@
-"""product: x @ kernel + bias + residual in 16 bits, and its gradients' products, by cuBLASLt: in layers, on one GPU.
+"""product: x @ kernel + bias + residual in 16 bits, and its gradients' products, in layers, on one GPU.
 
-Algorithms are timed, biases and residual additions are epilogues, and operands are read as they lie. XLA adds a bias in
-a pass of its own; and a CUDA graph waits 5 us where a kernel of cuBLAS has a counter cleared first.
+By cuBLASLt: algorithms are timed, biases and residual additions are epilogues, and operands are read as they lie. XLA
+adds a bias in a pass of its own; and a CUDA graph waits 5 us where a kernel of cuBLAS has a counter cleared first. But
+few tokens are XLA's, in the same order.
 """
 
 from __future__ import annotations
@@ -15,20 +16,28 @@ import numpy as np
 from transformer_engine_jax.decisions import devices, few, platform
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.gemm import gemm
-from transformer_engine_jax.order import all_at_once, in_scanned_layers, of_scanned_layers
+from transformer_engine_jax.ops.xla_product import xla_product
+from transformer_engine_jax.order import all_at_once, in_scan, in_scanned_layers, of_scanned_layers
 
 
 def computes(x, kernel, k_axes: int) -> bool:
     """Whether it computes these: 16 bits, on one GPU; over several, XLA hides collectives behind its own products.
 
-    In scanned layers it has those of few tokens too: XLA copies a kernel out of its stack, or converts the whole stack,
-    where ours reads it in its place. Four of llama's layers then take 0.65 ms for 1.45 forward, of 8 tokens in 16 bits,
-    and 6.7 for 9.0 with all gradients, of 64 and kernels in f32.
+    In a scan over tokens few of them have dense's in plain JAX, which XLA fuses with what is around.
     """
     fits = x.dtype in (jnp.bfloat16, jnp.float16) and x.size > 0 and kernel.size > 0
+    return fits and platform() == "gpu" and devices() == 1 and not (in_scan() and by_xla(x, kernel, k_axes))
+
+
+def by_xla(x, kernel, k_axes: int) -> bool:
+    """Whether it leaves the products to XLA: of few tokens, but not in scanned layers.
+
+    There XLA copies a kernel out of its stack, or converts the whole stack, where cuBLASLt reads it in its place. Four
+    of llama's layers then take 0.65 ms for 1.45 forward, of 8 tokens in 16 bits, and 6.7 for 9.0 with all gradients, of
+    64 and kernels in f32.
+    """
     tokens, converted = math.prod(x.shape[: x.ndim - k_axes]), kernel.dtype != x.dtype
-    few_alone = few(tokens, converted) and not of_scanned_layers(kernel, x)
-    return fits and platform() == "gpu" and devices() == 1 and not few_alone
+    return few(tokens, converted) and not of_scanned_layers(kernel, x)
 
 
 def _last(x, axes: int) -> jax.Array:
@@ -38,6 +47,9 @@ def _last(x, axes: int) -> jax.Array:
 
 def _forward(static, x, kernel, bias, main_grad, residual):
     given, kernel = kernel, kernel.astype(x.dtype)
+    if static.by_xla:
+        y = xla_product(x, kernel, bias, static.k_axes, x.dtype)
+        return y if residual is None else y + residual, (x, kernel, main_grad if static.adds else None)
     bias = None if bias is None else bias.astype(x.dtype)
     options = dict(k_axes=static.k_axes, dtype=x.dtype, k_first="b")
     y = gemm(x, _last(kernel, static.k_axes), None, None, bias, residual, None, **options).d
@@ -81,12 +93,14 @@ def _sizes(static, kernel) -> tuple[int, int]:
 def _gradient_dtype(static, x, kernel) -> np.dtype:
     """Of the kernel's gradient as its product yields it: that wanted, or 16 bits to be converted.
 
-    In f32 it saves the conversion: 1 to 3 % of a layer. But where the kernel widens and its gradient of f32 has room
-    for the output of 16 bits, XLA keeps that there for as long as the gradient is not written; and converts it where
-    an optimizer reads it, for less memory and time of a training step.
+    In f32 it saves the conversion, 1 to 3 % of a layer; XLA converts as it writes. But where the kernel widens and its
+    gradient of f32 has room for the output of 16 bits, XLA keeps that there for as long as the gradient is not written;
+    and converts it where an optimizer reads it, for less memory and time of a training step.
     """
     if static.adds is not None or static.rounds_wgrad:
         return static.wgrad_dtype
+    if static.by_xla:
+        return x.dtype
     k, n = _sizes(static, kernel)
     m = x.size // k
     at_once = static.kernel_dtype == np.float32 and (n <= k or m > 2 * k)
@@ -97,12 +111,18 @@ def _backward(static, residuals, dy):
     x, kernel, main_grad = residuals
     kernel = kernel.astype(x.dtype)
     n_axes, m_axes = kernel.ndim - static.k_axes, x.ndim - static.k_axes
-    options = dict(k_axes=m_axes, dtype=_gradient_dtype(static, x, kernel), k_first="ab", in_place=bool(static.adds))
 
     def kernel_gradient(x, dy):
+        dtype = _gradient_dtype(static, x, kernel)
+        if static.by_xla:
+            dkernel = xla_product(_last(x, m_axes), dy, None, m_axes, dtype)
+            return main_grad + dkernel if static.adds else dkernel
+        options = dict(k_axes=m_axes, dtype=dtype, k_first="ab", in_place=bool(static.adds))
         return gemm(_last(x, m_axes), _last(dy, m_axes), None, None, None, main_grad, None, **options).d
 
     def input_gradient(dy):
+        if static.by_xla:
+            return xla_product(dy, _last(kernel, static.k_axes), None, n_axes, x.dtype)
         return gemm(dy, kernel, *[None] * 5, k_axes=n_axes, dtype=x.dtype).d
 
     if kernel_last(static, kernel, dy):
