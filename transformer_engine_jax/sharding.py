@@ -213,6 +213,13 @@ def with_whole_heads(x: jax.Array, axis: int) -> jax.Array:
     return _constrained(x, PartitionSpec(*[FREE] * axis, kept or None, *[None] * (x.ndim - axis - 1)))
 
 
+def with_whole_rows(x: jax.Array) -> jax.Array:
+    """x[B, S], whole along S on each device: of shards XLA counts, as in a cumulative sum, by a loop over tokens."""
+    own = jax.typeof(x).sharding
+    x = sharded_over(x, PartitionSpec(own.spec[0]), frozenset(own.mesh.explicit_axes))
+    return _constrained(x, PartitionSpec(FREE, None)) if jax.sharding.get_abstract_mesh().auto_axes else x
+
+
 def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:
     """x, of as many axes as `like`, on explicit mesh axes sharded as that is."""
     sharding = jax.typeof(like).sharding

@@ -21,6 +21,7 @@ from transformer_engine_jax.ops.attention import (
     reference,
     reorder_causal_load_balancing,
 )
+from transformer_engine_jax.ops.attention.sequences import places, runs
 
 B, S, H, G, D, DV = 2, 32, 4, 2, 16, 8
 QKV = emulated.normal(0, (B, S, H, D), (B, S, G, D), (B, S, G, DV))
@@ -195,6 +196,19 @@ def test_ids_may_be_sharded_as_tokens_are(shape, positions, fields):
     testing.assert_close(got, step(options, None, tuple(QKV), DY, given[2]), F32)
 
 
+@pytest.mark.parametrize(
+    "count", [lambda d: runs(d).kept, lambda d: places(d, S, S, Attention(1.0))], ids=["runs", "places"]
+)
+def test_sharded_ids_are_counted_in_whole_rows(count):
+    """Of shards XLA sends sums on from device to device, and on GPUs counts by a loop over tokens."""
+    mesh = testing.mesh_of((4,), ("cp",))
+    (ids,) = testing.shard(mesh, [jnp.asarray(IDS)], [P(None, "cp")])
+    with testing.on_mesh(mesh):
+        described = SequenceDescriptor.from_segment_ids_and_pos(ids, max_segments=3)
+        text = jax.jit(count, out_shardings=P()).lower(described).compile().as_text()
+    assert "all-gather" in text and "collective-permute" not in text
+
+
 def test_explicit_axes_are_reordered_outside_a_mesh():
     mesh = testing.mesh_of((2, 4), ("data", "cp"), explicit=True)
     (x,) = testing.shard(mesh, [QKV[0]], [P("data", "cp")])
@@ -268,18 +282,28 @@ def test_ids_alone_do_not_tell_positions_in_the_balanced_order():
             step(Attention(0.3, causal=True), parallel, tuple(QKV), DY, dict(sequence_descriptor=ids))
 
 
+def packed(ids, max_segments=None):
+    return dict(sequence_descriptor=SequenceDescriptor.from_segment_ids_and_pos(ids, max_segments=max_segments))
+
+
 @pytest.mark.parametrize(
     "dtype, fields, arguments, why",
     [
         (jnp.float32, {}, {}, "cuDNN needs bf16 or f16"),
-        (jnp.bfloat16, dict(causal=True, window=(5, 0)), {}, "over 'cp' cuDNN has no masks, biases, windows"),
-        (jnp.bfloat16, {}, dict(bias=BIAS), "over 'cp' cuDNN has no masks, biases, windows"),
-        (jnp.bfloat16, {}, dict(mask=MASK), "over 'cp' cuDNN has no masks, biases, windows"),
+        (jnp.bfloat16, dict(causal=True, window=(5, 0)), {}, "over 'cp' cuDNN has no windows"),
+        (jnp.bfloat16, {}, dict(bias=BIAS), "over 'cp' cuDNN has no masks and biases"),
+        (jnp.bfloat16, {}, dict(mask=MASK), "over 'cp' cuDNN has no masks and biases"),
+        (jnp.bfloat16, {}, packed(IDS), "over 'cp' cuDNN is told of sequences by lengths, or by ids with max_segments"),
+        (jnp.bfloat16, {}, dict(bias=BIAS, **packed(IDS, 3)), "over 'cp' cuDNN has no masks and biases"),
+        (jnp.bfloat16, dict(causal=True, window=(5, 0)), packed(IDS, 3), "over 'cp' cuDNN has no windows"),
+        (jnp.bfloat16, dict(causal=True), packed((IDS, IDS.copy()), 3), "over 'cp' cuDNN needs one array of ids"),
         (jnp.bfloat16, dict(dropout=0.1), dict(dropout_key=1), "with dropout, cuDNN is given whole sequences"),
     ],
 )
 def test_what_cudnn_cannot(monkeypatch, dtype, fields, arguments, why):
     monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    monkeypatch.setattr(backends, "packs", lambda: True)
+    monkeypatch.setattr(backends, "missing", lambda: "")
     qkv = [x.astype(dtype) for x in (QKV[0], QKV[1], QKV[1])]
     backend = backends.attention_backend(
         Attention(0.3, **fields), *qkv, context_parallel=ContextParallel("cp"), **arguments

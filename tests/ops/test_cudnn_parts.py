@@ -15,6 +15,7 @@ from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import (
     Attention,
     ContextParallel,
+    SequenceDescriptor,
     backends,
     cudnn,
     cudnn_parts,
@@ -64,31 +65,36 @@ def stand_in(monkeypatch):
     return monkeypatch
 
 
-def step(options, parallel, qkv, dy, offset=None):
+def step(options, parallel, qkv, dy, offset=None, described=None):
     """Output, and gradients of queries, keys, values and the offset."""
 
     @jax.jit
-    def run(qkv, offset, dy):
+    def run(qkv, offset, dy, described):
         def attend(qkv, offset):
-            return dot_product_attention(*qkv, options=options, softmax_offset=offset, context_parallel=parallel)
+            given = dict(softmax_offset=offset, sequence_descriptor=described)
+            return dot_product_attention(*qkv, options=options, context_parallel=parallel, **given)
 
         y, vjp = jax.vjp(attend, qkv, offset)
         return y, vjp(dy)
 
-    return jax.device_get(run(tuple(qkv), offset, dy))
+    return jax.device_get(run(tuple(qkv), offset, dy, described))
 
 
-def on_axis(options, strategy, offset=None, *, balanced=False, explicit=False, dtype=jnp.float32, size=4):
+def on_axis(
+    options, strategy, offset=None, *, balanced=False, explicit=False, dtype=jnp.float32, size=4, described=None
+):
     """A step with the sequence sharded, and where there are devices, examples and heads."""
     order, back = (
         partial(f, cp_size=size) if balanced else lambda x: x
         for f in (reorder_causal_load_balancing, inverse_reorder_causal_load_balancing)
     )
-    alone = size == 1
+    alone = size < 4
     mesh = testing.mesh_of(*(((size,), ("cp",)) if alone else ((2, size), ("data", "cp"))), explicit=explicit)
     placed = testing.shard(mesh, [order(x).astype(dtype) for x in (*QKV, DY)], [P(None if alone else "data", "cp")] * 4)
+    if described is not None and described.segment_ids is not None:
+        described = jax.tree.map(order, described)
     with testing.on_mesh(mesh):
-        got = step(options, ContextParallel("cp", strategy, balanced), placed[:3], placed[3], offset)
+        got = step(options, ContextParallel("cp", strategy, balanced), placed[:3], placed[3], offset, described)
     return jax.tree.map(lambda x: back(x) if x.ndim == 4 else x, got)
 
 
@@ -100,6 +106,67 @@ def test_of_keys(stand_in, causal, balanced, explicit, strategy):
     got = on_axis(options, strategy, balanced=balanced, explicit=explicit)
     stand_in.undo()
     testing.assert_close(got, step(options, None, QKV, DY), F32)
+
+
+# Rows of sequences that end within a device's tokens, between two, and go on over several.
+IDS = np.array([[1] * 9 + [2] * 3 + [0] * 4 + [3] * 8 + [7] * 8, [5] * 1 + [4] * 31])
+POSITIONS = np.array([[*range(9), *range(3), *range(4), *range(8), *range(8)], [0, *range(31)]])
+LENGTHS, STARTS = np.array([[9, 3, 16], [32, 0, 0]]), np.array([[0, 9, 16, 32], [0, -1, -1, -1]])
+DESCRIBED = {
+    "ids": SequenceDescriptor.from_segment_ids_and_pos(IDS, POSITIONS, max_segments=5),
+    "lengths": SequenceDescriptor.from_seqlens(LENGTHS),
+    "a length": SequenceDescriptor.from_seqlens(LENGTHS[:, 2] + 5),
+    "offsets": SequenceDescriptor.from_seqlens_and_offsets(LENGTHS, STARTS),
+}
+
+
+@pytest.mark.parametrize(
+    "how, causal, balanced, explicit, strategy",
+    [
+        ("ids", False, False, False, "RING"),
+        ("ids", True, False, False, "ALL_GATHER"),
+        ("ids", True, True, False, "RING"),
+        ("ids", True, True, True, "ALL_GATHER"),
+        ("lengths", True, True, False, "ALL_GATHER"),
+        ("a length", True, True, False, "RING"),
+        ("offsets", True, True, False, "RING"),
+    ],
+)
+def test_of_keys_of_packed_rows(stand_in, how, causal, balanced, explicit, strategy):
+    options = Attention(0.3, causal=causal, softmax_type="learnable")
+    given = dict(offset=OFFSET, described=DESCRIBED[how])
+    got = on_axis(options, strategy, balanced=balanced, explicit=explicit, **given)
+    stand_in.undo()
+    testing.assert_close(got, step(options, None, QKV, DY, **given), F32)
+
+
+def test_keys_may_be_of_other_sequences_where_all_is_seen(stand_in):
+    """One of keys alone, one of queries alone, and one that they have at other places."""
+    of_keys = np.array([[2] * 30 + [0, 9], [4] * 5 + [5] * 27])
+    described = SequenceDescriptor.from_segment_ids_and_pos((IDS, of_keys), max_segments=5)
+    got = on_axis(Attention(0.3), "RING", described=described)
+    stand_in.undo()
+    testing.assert_close(got, step(Attention(0.3), None, QKV, DY, described=described), F32)
+
+
+@pytest.mark.parametrize("strategy, balanced", [("RING", True), ("ALL_GATHER", False)])
+@pytest.mark.parametrize("by_cudnn", [False, True])
+def test_rows_that_break_their_promise_are_nan(stand_in, by_cudnn, balanced, strategy):
+    if not by_cudnn:
+        stand_in.undo()
+    ids = np.array([[1] * 20 + [2] * 12, [1] * 10 + [2] * 12 + [1] * 10])
+    described = SequenceDescriptor.from_segment_ids_and_pos(ids, max_segments=2)
+    y, _ = on_axis(Attention(0.3), strategy, balanced=balanced, described=described)
+    assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
+
+
+@pytest.mark.parametrize("how", DESCRIBED)
+def test_packed_rows_are_cudnn_s(monkeypatch, how):
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    monkeypatch.setattr(backends, "packs", lambda: True)
+    qkv = [jnp.asarray(x, jnp.bfloat16) for x in QKV]
+    given = dict(sequence_descriptor=DESCRIBED[how], context_parallel=ContextParallel("cp"))
+    assert backends.attention_backend(Attention(0.3, causal=True), *qkv, **given)[0] == "cudnn"
 
 
 # An offset, and a window: what attention of one device takes apart.
@@ -123,10 +190,10 @@ def test_of_an_offset(stand_in, case):
         testing.assert_close(sharded, expected, F32)
 
 
-def bf16(fields, offset, run):
+def bf16(fields, offset, run, described=None):
     """`run` in bf16 against plain JAX in f32 from the same rounded numbers."""
     exact = [np.asarray(x.astype(jnp.bfloat16), np.float32) for x in (*QKV, DY)]
-    expected = step(Attention(0.3, **fields), None, exact[:3], exact[3], offset)
+    expected = step(Attention(0.3, **fields), None, exact[:3], exact[3], offset, described)
     # Roundings of weights, of their gradients, of the results; and of gradients of groups, twice.
     testing.assert_close(run(), expected, 5 * BF16)
 
@@ -142,11 +209,12 @@ def test_cudnn_itself_with_an_offset(case):
 
 
 @STRATEGIES
-def test_cudnn_itself_on_an_axis(strategy):
-    """On a GPU; elsewhere plain JAX."""
-    fields = dict(causal=True)
-    run = partial(on_axis, Attention(0.3, **fields), strategy, balanced=True, dtype=jnp.bfloat16, size=1)
-    bf16(fields, None, run)
+@pytest.mark.parametrize("how", [None, *DESCRIBED])
+def test_cudnn_itself_on_an_axis(how, strategy):
+    """Where there are two GPUs; elsewhere plain JAX."""
+    fields, described = dict(causal=True), DESCRIBED.get(how)
+    given = dict(balanced=True, dtype=jnp.bfloat16, size=2, described=described)
+    bf16(fields, None, partial(on_axis, Attention(0.3, **fields), strategy, **given), described)
 
 
 @pytest.mark.parametrize("size", [160, 256])

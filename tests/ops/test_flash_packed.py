@@ -16,14 +16,13 @@ from jax.sharding import PartitionSpec as P
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, flash, flash_packed
-from transformer_engine_jax.ops.attention.cudnn import attending
 from transformer_engine_jax.ops.attention.flash_packed import (
     attention_blank,
     attention_packed_bwd,
     attention_packed_fwd,
     packed_attention,
 )
-from transformer_engine_jax.ops.attention.sequences import Runs, runs
+from transformer_engine_jax.ops.attention.sequences import Runs, attending, runs
 
 GPU = jax.default_backend() == "gpu"
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}

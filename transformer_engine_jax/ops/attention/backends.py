@@ -104,9 +104,15 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         yield size > MOST_HEAD_SIZE, f"with dropout, cuDNN needs head sizes up to {MOST_HEAD_SIZE}, not {size}"
         yield missing() != "", missing()
     if context_parallel:
-        parts_only = whole and options.reach[0] < 0
-        yield not parts_only, f"over {context_parallel.axis!r} cuDNN has no masks, biases, windows or descriptors"
-        yield options.causal and q_len != k_len, f"over {context_parallel.axis!r} cuDNN needs as many keys as queries"
+        over = f"over {context_parallel.axis!r} cuDNN"
+        told = form == "packed" or (form == "lengths" and packs())
+        ways = "is told of sequences by lengths, or by ids with max_segments, on GPUs that have packed rows"
+        yield sequences is not None and not told, missing() or f"{over} {ways}"
+        yield not (whole or told) or bias is not None, f"{over} has no masks and biases"
+        yield options.reach[0] >= 0, f"{over} has no windows"
+        yield options.causal and q_len != k_len, f"{over} needs as many keys as queries"
+        unlike = options.causal and told and not sequences.alike
+        yield unlike, f"{over} needs one array of ids or lengths for both, queries and keys"
         return
     known = all(isinstance(n, int) for n in (batch, q_len, k_len))
     yield not known and (form == "mask" or bias is not None), "sizes of masks and biases are known at run time only"

@@ -135,6 +135,13 @@ def places_in_order(
     return found
 
 
+def as_read(parallel: ContextParallel | None, sequences: SequenceDescriptor) -> SequenceDescriptor:
+    """The descriptor of segment ids, with ids and positions in the order of the sequence."""
+    if parallel is None or not parallel.load_balanced:
+        return sequences
+    return jax.tree.map(partial(inverse_reorder_causal_load_balancing, cp_size=parallel.size()), sequences)
+
+
 def context_parallel_attention(
     parallel: ContextParallel, options: Attention, query, key, value, *, queries: Places, keys: Places, **others
 ) -> jax.Array:
@@ -167,17 +174,27 @@ def context_parallel_attention(
 
 
 def context_parallel_cudnn(
-    parallel: ContextParallel, options: Attention, query, key, value, softmax_offset
+    parallel: ContextParallel,
+    options: Attention,
+    query,
+    key,
+    value,
+    *,
+    sequences: SequenceDescriptor | None,
+    queries: Places,
+    keys: Places,
+    softmax_offset,
 ) -> jax.Array:
-    """As `context_parallel_attention`, by cuDNN: whole sequences, causal or not."""
+    """As `context_parallel_attention`, by cuDNN: rows of one sequence or of several, causal or not."""
     over = dict(size=parallel.size(), ring=parallel.strategy == "RING", balanced=parallel.load_balanced)
+    over |= dict(sequences=0 if sequences is None else sequences.most())
     parts = Parts(options.scale, Mask(options.causal), parallel.axis, **over)
     axes, batch, heads = examples_and_heads(query, key.shape[2], parallel.axis)
-    operands = query, key, value
-    sharded = P(batch, parallel.axis, heads)
-    if options.softmax_type != "vanilla":
-        operands += (jnp.zeros(query.shape[2], jnp.float32) if softmax_offset is None else softmax_offset,)
-    specs = (*[sharded] * 3, P(heads))[: len(operands)]
+    if options.softmax_type != "vanilla" and softmax_offset is None:
+        softmax_offset = jnp.zeros(query.shape[2], jnp.float32)
+    operands = query, key, value, softmax_offset, (queries.segment, keys.segment)
+    sharded, ids = P(batch, parallel.axis, heads), None if sequences is None else P(batch, parallel.axis)
+    specs = (*[sharded] * 3, None if softmax_offset is None else P(heads), (ids, ids))
     return on_axes({parallel.axis, *axes}, attention_of_parts, (parts,), operands, specs, sharded)
 
 

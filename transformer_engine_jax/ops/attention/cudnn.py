@@ -25,8 +25,8 @@ from transformer_engine_jax.ops.attention.fp8 import fp8_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import (
     Places,
-    Runs,
     SequenceDescriptor,
+    attending,
     runs,
     visible,
 )
@@ -146,17 +146,6 @@ def _by_lengths(
     q_len, k_len = (_as_query(query, jnp.maximum(x, 1)[:, None, None])[:, 0, 0, 0] for x in (at.q_len, at.k_len))
     lengths = dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len)
     return _only(covered, _call(options, query, key, value, bias, dropout_key, quantizers, **lengths))
-
-
-def attending(options: Attention, at: Runs, queries: int, keys: int) -> Runs:
-    """Within rows of so many queries and keys, which cuDNN trusts to be so, and without the queries that see nothing:
-    those of empty keys, and those past keys and window."""
-    q_len = jnp.clip(queries - at.q_start, 0, at.q_len)
-    k_len = jnp.clip(keys - at.k_start, 0, at.k_len)
-    left, _ = options.reach
-    q_len = jnp.minimum(q_len, k_len + left) if left >= 0 else q_len
-    some = (q_len > 0) & (k_len > 0)
-    return at._replace(q_len=jnp.where(some, q_len, 0), k_len=jnp.where(some, k_len, 0))
 
 
 def _within(starts, lengths, size: int) -> jax.Array:

@@ -5,7 +5,8 @@ given the output and the logarithm of all, which makes its gradients parts of th
 ring attention (Liu et al., 2023). Here a part is
 
 - the keys of another device, where a mesh axis shards the sequence. What causality hides from a device is not computed;
-  in the balanced order every device then has as much to do as the others;
+  in the balanced order every device then has as much to do as the others. Of rows that hold several sequences, each is
+  attended to as far as it has tokens among both, queries and keys;
 - one more logit that has no value: the offset of the softmax.
 """
 
@@ -20,6 +21,13 @@ import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.ops.attention.flash import offset_gradient
+from transformer_engine_jax.ops.attention.flash_packed import (
+    PACKED_SIZES,
+    attention_packed_bwd,
+    attention_packed_fwd,
+)
+from transformer_engine_jax.ops.attention.options import Attention
+from transformer_engine_jax.ops.attention.sequences import Runs, SequenceDescriptor, attending, places_of, runs
 
 ALL, FIRST, SECOND = (0, 2), (0, 1), (1, 2)  # from and to which half of a device's tokens
 
@@ -40,16 +48,19 @@ class Parts(NamedTuple):
     size: int = 1  # devices along the axis
     ring: bool = True  # keys go round from device to device; else all are gathered
     balanced: bool = False  # the order of the tokens
+    sequences: int = 0  # at most so many in a row; 0: rows are sequences
 
 
-def attention_of_parts(parts: Parts, query, key, value, offset=None) -> jax.Array:
+def attention_of_parts(parts: Parts, query, key, value, offset=None, ids=(None, None)) -> jax.Array:
     """[B, Q, H, Dv] of this device's query [B, Q, H, D], key [B, K, G, D] and value [B, K, G, Dv], bf16 or f16.
 
     offset: [H] one more logit of each head, or None.
+    ids: i32[B, Q] and i32[B, K] the sequence of each token, 0 where there is none, if rows hold several; those of one
+      lie side by side, and what is between them is finite.
     """
-    v_size = value.shape[-1]
-    size = -(-max(query.shape[-1], v_size) // 8) * 8
-    return _attention(parts, *(widened(x, size) for x in (query, key, value)), offset)[..., :v_size]
+    v_size, step = value.shape[-1], PACKED_SIZES if parts.sequences else 8
+    size = -(-max(query.shape[-1], v_size) // step) * step
+    return _attention(parts, *(widened(x, size) for x in (query, key, value)), offset, *ids)[..., :v_size]
 
 
 def widened(x, size: int) -> jax.Array:
@@ -62,61 +73,65 @@ def filled(x, more: dict[int, int]) -> jax.Array:
     return jnp.pad(x, [(0, more.get(axis, 0)) for axis in range(x.ndim)]) if any(more.values()) else x
 
 
-def _forward(parts: Parts, query, key, value, offset):
+def _forward(parts: Parts, query, key, value, offset, q_ids, k_ids):
     out = jnp.zeros(query.shape, jnp.float32)
     total = jnp.full((query.shape[0], query.shape[2], query.shape[1]), -jnp.inf, jnp.float32)
 
     def over(rows, columns, mask=Mask()):
-        def merged(out, total, key, value):
+        def merged(out, total, key, value, *k_ids):
             at, keys = _span(rows, query), _span(columns, key)
-            part, logs = cudnn_forward(parts.scale, mask, query[:, at], key[:, keys], value[:, keys])
+            operands = query[:, at], key[:, keys], value[:, keys]
+            part, logs = _part(parts, mask, *operands, _among(parts, at, keys, q_ids, *k_ids))
             old = total[:, :, at]
             new = jnp.logaddexp(old, logs)
-            sums = out[:, at] * _weight(old - new) + part.astype(jnp.float32) * _weight(logs - new)
+            sums = out[:, at] * _weight(old, new) + part.astype(jnp.float32) * _weight(logs, new)
             return _replaced(out, at, sums, axis=1), _replaced(total, at, new, axis=2)
 
         return merged
 
-    nothing = lambda out, total, key, value: (out, total)
-    for step, (key_here, value_here) in enumerate(_rounds(parts, key, value)):
-        out, total = _of_step(parts, step, over, nothing)(out, total, key_here, value_here)
+    nothing = lambda out, total, *here: (out, total)
+    for step, here in enumerate(_rounds(parts, *_present(key, value, k_ids))):
+        out, total = _of_step(parts, step, over, nothing)(out, total, *here)
     if offset is not None:
         new = jnp.logaddexp(total, offset.astype(jnp.float32)[:, None])
-        out, total = out * _weight(total - new), new
+        out, total = out * _weight(total, new), new
     out = out.astype(query.dtype)
-    return out, (query, key, value, offset, out, total)
+    return out, (query, key, value, offset, q_ids, k_ids, out, total)
 
 
-def _weight(logs) -> jax.Array:
-    """exp of f32[B, H, Q] as [B, Q, H, 1]."""
-    return jnp.moveaxis(jnp.exp(logs), 1, 2)[..., None]
+def _weight(logs, total) -> jax.Array:
+    """What a part with these logarithms f32[B, H, Q] is worth of all, as [B, Q, H, 1]; 0 where nobody has seen any."""
+    return jnp.moveaxis(jnp.where(logs == -jnp.inf, 0.0, jnp.exp(logs - total)), 1, 2)[..., None]
+
+
+def _present(*arrays) -> list:
+    return [x for x in arrays if x is not None]
 
 
 def _backward(parts: Parts, residuals, dout):
-    query, key, value, offset, out, total = residuals
+    query, key, value, offset, q_ids, k_ids, out, total = residuals
     dout = dout.astype(out.dtype)
     dquery = jnp.zeros(query.shape, jnp.float32)
 
     def over(rows, columns, mask=Mask()):
-        def added(dquery, dkey, dvalue, key, value):
+        def added(dquery, dkey, dvalue, key, value, *k_ids):
             at, keys = _span(rows, query), _span(columns, key)
-            grads = cudnn_backward(
-                parts.scale, mask, query[:, at], key[:, keys], value[:, keys],
-                total[:, :, at], out[:, at], dout[:, at],
-            )  # fmt: skip
+            operands = query[:, at], key[:, keys], value[:, keys], total[:, :, at], out[:, at], dout[:, at]
+            grads = _gradients(parts, mask, *operands, _among(parts, at, keys, q_ids, *k_ids))
             places = ((dquery, at), (dkey, keys), (dvalue, keys))
             return tuple(_replaced(x, i, x[:, i] + g.astype(jnp.float32), axis=1) for (x, i), g in zip(places, grads))
 
         return added
 
-    nothing = lambda dquery, dkey, dvalue, key, value: (dquery, dkey, dvalue)
+    nothing = lambda dquery, dkey, dvalue, *here: (dquery, dkey, dvalue)
     dkeys = _Gathered(parts, key, value)
-    for step, (key_here, value_here) in enumerate(_rounds(parts, key, value)):
+    for step, here in enumerate(_rounds(parts, *_present(key, value, k_ids))):
         of_step = _of_step(parts, step, over, nothing)
-        dquery = dkeys.add(step, lambda dk, dv: of_step(dquery, dk, dv, key_here, value_here))
+        dquery = dkeys.add(step, lambda dk, dv: of_step(dquery, dk, dv, *here))
     dkey, dvalue = dkeys.home()
     grads = dquery.astype(query.dtype), dkey.astype(key.dtype), dvalue.astype(value.dtype)
-    return *grads, None if offset is None else offset_gradient(offset, jnp.moveaxis(total, 1, 2), out, dout)
+    doffset = None if offset is None else offset_gradient(offset, jnp.moveaxis(total, 1, 2), out, dout)
+    return *grads, doffset, None, None
 
 
 _attention = differentiable(_forward, _backward)
@@ -192,6 +207,49 @@ class _Gathered:
         if self.parts.ring:  # they went all the way round
             return self.sums
         return [jax.lax.psum_scatter(x, self.parts.axis) for x in self.sums]
+
+
+# --- A part ----------------------------------------------------------------------------------------------------------
+
+
+def _among(parts: Parts, at: slice, keys: slice, q_ids=None, k_ids=None) -> Runs | None:
+    """Where the sequences lie that have tokens among both, these queries and these keys; None: rows are sequences.
+
+    A sequence that goes on in the other half of a device's tokens is one there too: nothing of it is between.
+    """
+    if not parts.sequences:
+        return None
+    ids = q_ids[:, at], k_ids[:, keys]
+    described = SequenceDescriptor.from_segment_ids_and_pos(ids, max_segments=parts.sequences)
+    return attending(Attention(parts.scale), runs(described), *(x.shape[1] for x in ids))
+
+
+def _part(parts: Parts, mask: Mask, query, key, value, at: Runs | None) -> tuple[jax.Array, jax.Array]:
+    """(output [B, Q, H, D], logarithms of sums f32[B, H, Q], -inf of a query that sees none of these keys)."""
+    if at is None:
+        return cudnn_forward(parts.scale, mask, query, key, value)
+    attributes = dict(scale=parts.scale, causal=mask.causal)
+    o, stats = attention_packed_fwd(_by_group(query, key), key, value, *at[:4], None, **attributes)
+    seeing = places_of(at.q_start, at.q_len, query.shape[1])[0].segment > 0
+    stats = jnp.where(seeing[..., None], stats.reshape(query.shape[:3]), -jnp.inf)
+    return o.reshape(query.shape), jnp.moveaxis(stats, 2, 1)
+
+
+def _gradients(parts: Parts, mask: Mask, query, key, value, logs, out, dout, at: Runs | None):
+    """(dquery, dkey, dvalue) where out and logs are those of these keys or of more."""
+    if at is None:
+        return cudnn_backward(parts.scale, mask, query, key, value, logs, out, dout)
+    stats = jnp.moveaxis(jnp.where(logs == -jnp.inf, 0.0, logs), 1, 2)
+    query, out, dout = (_by_group(x, key) for x in (query, out, dout))
+    attributes = dict(scale=parts.scale, causal=mask.causal)
+    stats = stats.reshape(query.shape[:4])
+    dquery, *others = attention_packed_bwd(stats, query, key, value, out, dout, *at[:4], **attributes)
+    return dquery.reshape(*dquery.shape[:2], -1, dquery.shape[-1]), *others
+
+
+def _by_group(x, key) -> jax.Array:
+    """x[B, Q, H, D] as [B, Q, G, R, D]."""
+    return x.reshape(*x.shape[:2], key.shape[2], x.shape[2] // key.shape[2], x.shape[3])
 
 
 # --- cuDNN -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from transformer_engine_jax.ops.attention.backends import (
 )
 from transformer_engine_jax.ops.attention.context_parallel import (
     ContextParallel,
+    as_read,
     context_parallel_attention,
     context_parallel_cudnn,
     places_in_order,
@@ -130,7 +131,9 @@ def dot_product_attention(
         attached, (backend, why) = None, choose()
     with decided("attention", backend, why):
         if context_parallel is not None and backend == "cudnn":
-            out = context_parallel_cudnn(context_parallel, options, query, key, value, others["softmax_offset"])
+            at = dict(sequences=sequence_descriptor, queries=queries, keys=keys)
+            offset = others["softmax_offset"]
+            out = context_parallel_cudnn(context_parallel, options, query, key, value, softmax_offset=offset, **at)
         elif context_parallel is not None:
             warn_of_fallback(why)
             out = context_parallel_attention(
@@ -145,8 +148,8 @@ def dot_product_attention(
             at = dict(sequence_descriptor=sequence_descriptor, queries=queries, keys=keys)
             out = cudnn_attention(options, query, key, value, quantizers=attached, **at, **others)
         promised = sequence_descriptor is not None and sequence_descriptor.max_segments is not None
-        if promised and not packed and context_parallel is None:  # there, nothing is made of the promise
-            kept = runs(sequence_descriptor).kept[:, None, None, None]
+        if promised and not packed:
+            kept = runs(as_read(context_parallel, sequence_descriptor)).kept[:, None, None, None]
             out = jnp.where(kept, out, jnp.nan)
         return keep(sharded_over(out, own, explicit), unused)
 

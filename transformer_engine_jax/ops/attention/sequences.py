@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax.ops.attention.options import Attention
-from transformer_engine_jax.sharding import sharded_over
+from transformer_engine_jax.sharding import with_whole_rows
 
 Pair = tuple[Any, Any]
 
@@ -36,6 +35,7 @@ class SequenceDescriptor:
     max_segments: a promise, see `from_segment_ids_and_pos`.
     cached: decode_attention's promise, with options.bottom_right: keys are those of a KV cache, of which a row's
       queries are the last, and finite past their ends.
+    alike: whether one array was given for queries and keys, as known when tracing.
     """
 
     seqlens: Pair | None = None
@@ -44,6 +44,7 @@ class SequenceDescriptor:
     segment_pos: Pair | None = None
     max_segments: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     cached: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    alike: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @classmethod
     def from_seqlens(cls, seqlens) -> SequenceDescriptor:
@@ -55,7 +56,7 @@ class SequenceDescriptor:
         Raises:
           ValueError: another rank or dtype.
         """
-        return cls(seqlens=_pair("seqlens", seqlens, (1, 2)))
+        return cls(seqlens=_pair("seqlens", seqlens, (1, 2)), alike=_alike(seqlens))
 
     @classmethod
     def from_seqlens_and_offsets(cls, seqlens, seq_offsets) -> SequenceDescriptor:
@@ -68,6 +69,7 @@ class SequenceDescriptor:
         Raises:
           ValueError: another rank or dtype, or numbers of sequences that differ.
         """
+        alike = _alike(seqlens) and _alike(seq_offsets)
         seqlens, offsets = _pair("seqlens", seqlens, (2,)), _pair("seq_offsets", seq_offsets, (2,))
         for n, starts in zip(seqlens, offsets):
             if starts.shape != (n.shape[0], n.shape[1] + 1):
@@ -75,7 +77,7 @@ class SequenceDescriptor:
                     f"SequenceDescriptor: seq_offsets: expected {[n.shape[0], n.shape[1] + 1]}, one more than the "
                     f"seqlens{list(n.shape)}, got {list(starts.shape)}"
                 )
-        return cls(seqlens=seqlens, seq_offsets=offsets)
+        return cls(seqlens=seqlens, seq_offsets=offsets, alike=alike)
 
     @classmethod
     def from_segment_ids_and_pos(
@@ -99,19 +101,24 @@ class SequenceDescriptor:
                 "SequenceDescriptor: max_segments: expected how many sequences a row has at most, 1 or more, or None, "
                 f"got {max_segments!r}"
             )
+        alike = _alike(segment_ids) and _alike(segment_pos)
         ids = _pair("segment_ids", segment_ids, (2,))
         positions = None if segment_pos is None else _pair("segment_pos", segment_pos, (2,))
         for i, p in zip(ids, positions or ()):
             if i.shape != p.shape:
                 raise ValueError(f"SequenceDescriptor: segment_pos: expected {list(i.shape)}, got {list(p.shape)}")
         most = None if max_segments is None else int(max_segments)
-        return cls(segment_ids=ids, segment_pos=positions, max_segments=most)
+        return cls(segment_ids=ids, segment_pos=positions, max_segments=most, alike=alike)
 
     def of_at_most(self, max_segments: int) -> SequenceDescriptor:
         """This, with the promise of so many sequences a row where it is of segment ids and makes none."""
         if self.segment_ids is None or self.max_segments is not None:
             return self
         return dataclasses.replace(self, max_segments=max_segments)
+
+    def most(self) -> int:
+        """How many sequences a row has at most, of lengths or with max_segments."""
+        return self.max_segments if self.segment_ids is not None else math.prod(self.seqlens[0].shape[1:])
 
     def check(self, batch: int, q_len: int, k_len: int) -> None:
         """Raises ValueError where the descriptor does not fit queries [B, q_len, ...] and keys [B, k_len, ...]."""
@@ -133,11 +140,19 @@ class SequenceDescriptor:
                     )
 
 
-def _pair(name: str, x, ranks: tuple[int, ...]) -> Pair:
-    # A list of numbers, or of lists of them, is one array; a tuple of lists, and a list of arrays, are several.
+def _is_pair(x) -> bool:
+    """A list of numbers, or of lists of them, is one array; a tuple of lists, and a list of arrays, are several."""
     is_list = lambda a: isinstance(a, tuple | list)
-    several = is_list(x) and any((is_list(a) and isinstance(x, tuple)) or getattr(a, "ndim", 0) > 0 for a in x)
-    pair = x if several else (x, x)
+    return is_list(x) and any((is_list(a) and isinstance(x, tuple)) or getattr(a, "ndim", 0) > 0 for a in x)
+
+
+def _alike(x) -> bool:
+    """Whether x, an array or a pair, is the same of queries and of keys."""
+    return not _is_pair(x) or all(each is x[0] for each in x)
+
+
+def _pair(name: str, x, ranks: tuple[int, ...]) -> Pair:
+    pair = x if _is_pair(x) else (x, x)
     if len(pair) != 2:
         raise ValueError(f"SequenceDescriptor: {name}: expected an array or a pair of arrays, got {len(pair)} of them")
     for a in pair:
@@ -202,15 +217,10 @@ def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options
 
 
 def _with_whole_rows(sequences: SequenceDescriptor | None) -> SequenceDescriptor | None:
-    """The same with rows of ids and positions whole on each device, as to count in them wants. Explicit axes only."""
-
-    def whole(x):
-        own = jax.typeof(x).sharding
-        return sharded_over(x, P(own.spec[0]), frozenset(own.mesh.explicit_axes))
-
+    """The same with rows of ids and positions whole on each device, as to count in them wants."""
     if sequences is None or sequences.segment_ids is None:
         return sequences
-    ids, positions = jax.tree.map(whole, (sequences.segment_ids, sequences.segment_pos))
+    ids, positions = jax.tree.map(with_whole_rows, (sequences.segment_ids, sequences.segment_pos))
     return dataclasses.replace(sequences, segment_ids=ids, segment_pos=positions)
 
 
@@ -282,6 +292,17 @@ def runs(sequences: SequenceDescriptor) -> Runs:
     kept = queries.kept & keys.kept & jnp.all(together, axis=(1, 2))
     q_len, k_len = (jnp.where(kept[:, None], x, 0) for x in (queries.length, of_query(keys.length)))
     return Runs(queries.start, q_len, of_query(keys.start), k_len, kept)
+
+
+def attending(options: Attention, at: Runs, queries: int, keys: int) -> Runs:
+    """Within rows of so many queries and keys, which cuDNN trusts to be so, and without the queries that see nothing:
+    those of empty keys, and those past keys and window."""
+    q_len = jnp.clip(queries - at.q_start, 0, at.q_len)
+    k_len = jnp.clip(keys - at.k_start, 0, at.k_len)
+    left, _ = options.reach
+    q_len = jnp.minimum(q_len, k_len + left) if left >= 0 else q_len
+    some = (q_len > 0) & (k_len > 0)
+    return at._replace(q_len=jnp.where(some, q_len, 0), k_len=jnp.where(some, k_len, 0))
 
 
 def _side(ids, positions, most: int) -> _Side:
