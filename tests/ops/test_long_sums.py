@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import transformer_engine_jax as te
+from transformer_engine_jax import testing
 from transformer_engine_jax.ops.gemm import gemm
+from transformer_engine_jax.ops.low_rank import low_rank
 from transformer_engine_jax.testing import relative_error
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -106,6 +108,30 @@ def test_a_bias_s_gradient_of_many_tokens_is_added_up_in_f32(dtype):
     gradient = jax.jit(lambda bias, dy: jax.vjp(lambda bias: te.dense(x, kernel, bias), bias)[1](dy)[0])
     got = gradient(jnp.zeros(32), dy)
     assert relative_error(got, np.asarray(dy, np.float64).sum(0)) < float(jnp.finfo(dtype).eps)  # rounded once
+
+
+# op(x, kernel), and the shapes of both
+OF_KERNELS = {
+    "dense": (te.dense, (4, 1024, 32), (32, 48)),
+    "dense, of several axes": (partial(te.dense, k_axes=2), (4, 1024, 8, 4), (8, 4, 3, 16)),
+    "low_rank, a": (lambda x, a: low_rank(x, a, jnp.eye(8)), (4, 1024, 32), (32, 8)),
+    "low_rank, b": (lambda x, b: low_rank(x, jnp.eye(8), b), (4, 1024, 8), (8, 48)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", OF_KERNELS)
+def test_a_kernel_s_gradient_of_tokens_in_two_axes_is_added_up_in_f32(case, dtype):
+    """On one device: XLA on CPUs would sum it in bf16, and take 30 times as long."""
+    op, x_shape, kernel_shape = OF_KERNELS[case]
+    rng, kernel = np.random.default_rng(1), jnp.ones(kernel_shape)
+    x, dy = (
+        jnp.asarray(rng.standard_normal(s), dtype) for s in (x_shape, x_shape[:2] + kernel_shape[len(x_shape) - 2 :])
+    )
+    with testing.on_mesh(testing.mesh_of((1,), ("data",))):
+        gradient = jax.jit(lambda kernel, dy: jax.vjp(partial(op, x), kernel)[1](dy)[0])(kernel, dy)
+    expected = np.tensordot(np.asarray(x, np.float64), np.asarray(dy, np.float64), [(0, 1), (0, 1)])
+    assert relative_error(gradient, expected) < float(jnp.finfo(dtype).eps)  # rounded once
 
 
 if __name__ == "__main__":

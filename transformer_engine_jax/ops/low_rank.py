@@ -7,6 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from transformer_engine_jax.ops.xla_product import wants_one_axis
+
 
 def low_rank(x, a, b, *, k_axes: int = 1, alpha: float | None = None) -> jax.Array:
     """x contracted with a and then b, times alpha / r -> [m.., stack.., n] in x's dtype.
@@ -18,7 +20,9 @@ def low_rank(x, a, b, *, k_axes: int = 1, alpha: float | None = None) -> jax.Arr
       k_axes: how many axes of x are contracted.
       alpha: None scales by 1.
     """
-    dim = a.shape[-1]
+    dim, tokens = a.shape[-1], x.shape[: x.ndim - k_axes]
+    if not jax.typeof(x).sharding.mesh.explicit_axes and wants_one_axis(x):
+        x = x.reshape(math.prod(tokens), *x.shape[x.ndim - k_axes :])
     contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
     down = jax.lax.dot_general(x, a.astype(x.dtype), (contract, ((), ())))
     stack = math.prod(b.shape[:-2])
@@ -28,4 +32,4 @@ def low_rank(x, a, b, *, k_axes: int = 1, alpha: float | None = None) -> jax.Arr
     factor = 1.0 if alpha is None else alpha / dim
     if isinstance(factor, jax.Array):  # traced: it must not widen the result
         factor = factor.astype(up.dtype)
-    return (up * factor).reshape(*x.shape[: x.ndim - k_axes], *features)
+    return (up * factor).reshape(*tokens, *features)
