@@ -6,7 +6,7 @@ The only module that gives ops gradients by custom_vjp.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -74,10 +74,15 @@ def _batched_alike(output: Any) -> Any:
     return jax.tree.unflatten(tree, batched_alike_p.bind(*leaves)) if len(leaves) > 1 else output
 
 
-def _batched(values, axes):
+def spread(values: Sequence[jax.Array], axes: Sequence[int | None]) -> list[jax.Array]:
+    """What vmap batches along these axes, where it does, all batched along the first."""
     size = next(x.shape[axis] for x, axis in zip(values, axes) if axis is not None)
-    spread = lambda x, axis: jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-    return batched_alike_p.bind(*map(spread, values, axes)), [0] * len(values)
+    of_one = lambda x, axis: jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+    return list(map(of_one, values, axes))
+
+
+def _batched(values, axes):
+    return batched_alike_p.bind(*spread(values, axes)), [0] * len(values)
 
 
 batched_alike_p = Primitive("te_batched_alike")

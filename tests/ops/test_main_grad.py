@@ -189,7 +189,22 @@ def in_a_branch_not_taken(f, xs):
     return jax.lax.cond(xs[0, 0, 0] > 1e6, f, lambda x: x[:, :N], xs[0])
 
 
+def first_without_a_gradient(f, xs):
+    """As of a target that the model gives itself, or of a call whose result goes unused."""
+    f(xs[2])
+    return jax.lax.stop_gradient(f(xs[0])) * f(xs[1])
+
+
+def first_without_a_gradient_in_a_scan(f, xs):
+    return jax.lax.scan(lambda c, x: (c, jax.lax.stop_gradient(f(x)) * f(2 * x)), 0, xs)[1]
+
+
+def first_without_a_gradient_rematerialised(f, xs):
+    return jax.checkpoint(partial(first_without_a_gradient, f))(xs)
+
+
 USES = [once, twice, in_a_scan, in_a_scan_and_outside, outside_and_in_a_vmap, rematerialised, in_a_branch]
+USES += [first_without_a_gradient, first_without_a_gradient_in_a_scan, first_without_a_gradient_rematerialised]
 
 
 @pytest.mark.parametrize("mode", ["delayed", "off"])

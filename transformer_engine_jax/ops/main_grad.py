@@ -11,9 +11,10 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import set_current_trace, take_current_trace
+from jax.extend.core import Primitive, set_current_trace, take_current_trace
+from jax.interpreters import ad, batching, mlir
 
-from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.differentiable import differentiable, spread
 from transformer_engine_jax.ops.arrays import arrays
 from transformer_engine_jax.tracing import kept_on, level_of_user
 
@@ -56,15 +57,31 @@ def unpacked(op: str, kernel) -> tuple[jax.Array, jax.Array | None]:
 # --- Once, however often a buffer is used ----------------------------------------------------------------------------
 
 
-def _enter_forward(_, main_grad):
-    return main_grad, main_grad
+# A buffer as two: for the product that adds to it, and for the rest. The gradient of the first is the buffer plus that
+# product's, or a symbolic zero where none is taken through it, as behind stop_gradient: then the buffer is added here.
+enter_p = Primitive("te_main_grad")
+enter_p.multiple_results = True
+enter_p.def_impl(lambda x, main_grad: [x, x])
+enter_p.def_abstract_eval(lambda x, main_grad: [x, x])
+mlir.register_lowering(enter_p, lambda context, x, main_grad: [x, x])
+batching.primitive_batchers[enter_p] = lambda values, axes: (enter_p.bind(*spread(values, axes)), [0, 0])
 
 
-def _enter_backward(_, main_grad, products):
-    return (main_grad + products,)
+def _enter_derivative(primals, tangents):
+    x, main_grad = primals  # returned as it is: what a scan slices is then kept for its backward pass where it lies
+    return [x, x], enter_p.bind(ad.instantiate_zeros(tangents[0]), main_grad)
 
 
-_enter = differentiable(_enter_forward, _enter_backward)
+def _enter_transpose(cotangents, x, main_grad):
+    del x
+    first, rest = cotangents
+    if isinstance(rest, ad.Zero):
+        return first, None
+    return (main_grad if isinstance(first, ad.Zero) else first) + rest, None
+
+
+ad.primitive_jvps[enter_p] = _enter_derivative
+ad.primitive_transposes[enter_p] = _enter_transpose
 
 
 def _known_on(trace) -> dict:
@@ -86,7 +103,7 @@ def claimed(main_grad: jax.Array | None, *others: jax.Array) -> tuple[jax.Array 
     A product's gradient of the buffer is buffer + dkernel where it adds, else dkernel, and JAX adds up those of several
     products: so one of them adds. The first does, unless it may run several times for this one buffer: where the buffer
     comes from further out (the body of a scan, vmap), or the others vary over manual mesh axes and it does not. Then
-    `_enter`, placed where the buffer comes from, adds it to the sum of the products, in a pass of its own.
+    enter_p, placed where the buffer comes from, adds it to the sum of the products, in a pass of its own.
     """
     if main_grad is None or not isinstance(main_grad, jax.core.Tracer):
         return main_grad, None if main_grad is None else True
@@ -99,9 +116,9 @@ def claimed(main_grad: jax.Array | None, *others: jax.Array) -> tuple[jax.Array 
     varying = [jax.typeof(x).manual_axis_type.varying for x in (main_grad, *others)]
     adds = trace is here and varying[0].issuperset(frozenset().union(*varying))
     with set_current_trace(trace):
-        entered = main_grad if adds else _enter(None, main_grad)
-    known[id(main_grad)] = main_grad, entered  # the first too, lest its id be used again
-    return entered, adds
+        first, rest = enter_p.bind(main_grad, main_grad)
+    known[id(main_grad)] = main_grad, rest  # the buffer too, lest its id be used again
+    return first if adds else rest, adds
 
 
 # --- Products of high precision --------------------------------------------------------------------------------------
