@@ -166,6 +166,26 @@ def test_a_module_used_twice(rec):
     testing.assert_close(got, expected, F32)
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_a_boxed_module_used_twice_on_a_mesh(explicit):
+    """Its boxes constrain what is in them anew for each call, by which a buffer must not become another."""
+    module, resource = te_flax.LayerNormMLP(intermediate_dim=64), te.MeshResource(tp_resource="model")
+    mesh = testing.mesh_of((2, 2), ("data", "model"), explicit=explicit)
+
+    def loss(params, main_grads):
+        call = lambda x: module.apply({"params": params, MAIN_GRADS_COLLECTION: main_grads}, x)[0]
+        return jnp.mean((call(jnp.sin(call(XS[0]))) - 0.3) ** 2)
+
+    with testing.on_mesh(mesh), te.global_shard_guard(resource):
+        variables = steps.init(module, XS[0], unbox=False)
+        params, zeros = variables["params"], te_flax.main_grads(module, variables, XS[0])
+        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+            got = jax.jit(jax.grad(loss, argnums=1))(params, jax.tree.map(lambda zero: zero + 0.5, zeros))
+            products = jax.jit(jax.grad(loss))(params, {})
+    expected = {name: jax.tree.map(lambda product: product + 0.5, products[name]) for name in zeros}
+    testing.assert_close(jax.device_get(got), jax.device_get(expected), F32)
+
+
 class Mapped(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -191,9 +191,10 @@ class Fp8Module(nn.Module):
         made = MAKES_MAIN_GRADS.get() and self.is_mutable_collection(MAIN_GRADS_COLLECTION)
         if not made and not self.has_variable(MAIN_GRADS_COLLECTION, name):
             return kernel
-        return Accumulating(
-            kernel, self.variable(MAIN_GRADS_COLLECTION, name, jnp.zeros, tuple(shape), jnp.float32).value
-        )
+        self.variable(MAIN_GRADS_COLLECTION, name, jnp.zeros, tuple(shape), jnp.float32)
+        # As it is in its box, whose constraint would be another array in each call: it is told by its identity.
+        (main_grad,) = jax.tree.leaves(self.get_variable(MAIN_GRADS_COLLECTION, name))
+        return Accumulating(kernel, main_grad)
 
     @nn.nowrap
     def make_norm_params(self, features: int, bias_init: Callable, bias_axes: Sequence[str | None], dtype):
