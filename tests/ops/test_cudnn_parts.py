@@ -149,6 +149,15 @@ def test_keys_may_be_of_other_sequences_where_all_is_seen(stand_in):
     testing.assert_close(got, step(Attention(0.3), None, QKV, DY, described=described), F32)
 
 
+def test_gradients_of_padding_may_be_anything(stand_in):
+    """As on one device, where cuDNN is given none of them."""
+    options = Attention(0.3, causal=True, softmax_type="learnable")
+    given = dict(offset=OFFSET, described=DESCRIBED["ids"])
+    expected = on_axis(options, "RING", **given)
+    stand_in.setitem(globals(), "DY", np.where((IDS != 0)[..., None, None], DY, np.nan))
+    testing.assert_close(on_axis(options, "RING", **given), expected, F32)
+
+
 @pytest.mark.parametrize("strategy, balanced", [("RING", True), ("ALL_GATHER", False)])
 @pytest.mark.parametrize("by_cudnn", [False, True])
 def test_rows_that_break_their_promise_are_nan(stand_in, by_cudnn, balanced, strategy):

@@ -111,6 +111,8 @@ def _present(*arrays) -> list:
 def _backward(parts: Parts, residuals, dout):
     query, key, value, offset, q_ids, k_ids, out, total = residuals
     dout = dout.astype(out.dtype)
+    if q_ids is not None:  # of padding it may be anything
+        dout = jnp.where((q_ids != 0)[..., None, None], dout, jnp.zeros((), dout.dtype))
     dquery = jnp.zeros(query.shape, jnp.float32)
 
     def over(rows, columns, mask=Mask()):
