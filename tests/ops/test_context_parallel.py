@@ -296,6 +296,8 @@ def packed(ids, max_segments=None):
         (jnp.bfloat16, {}, packed(IDS), "over 'cp' cuDNN is told of sequences by lengths, or by ids with max_segments"),
         (jnp.bfloat16, {}, dict(bias=BIAS, **packed(IDS, 3)), "over 'cp' cuDNN has no masks and biases"),
         (jnp.bfloat16, dict(causal=True, window=(5, 0)), packed(IDS, 3), "over 'cp' cuDNN has no windows"),
+        (jnp.bfloat16, dict(window=(5, 5)), packed(IDS, 3), "over 'cp' cuDNN has no windows"),
+        (jnp.bfloat16, dict(causal=True, bottom_right=True), packed(IDS, 3), "over 'cp' cuDNN counts from where"),
         (jnp.bfloat16, dict(causal=True), packed((IDS, IDS.copy()), 3), "over 'cp' cuDNN needs one array of ids"),
         (jnp.bfloat16, dict(dropout=0.1), dict(dropout_key=1), "with dropout, cuDNN is given whole sequences"),
     ],

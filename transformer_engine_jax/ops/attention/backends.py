@@ -107,10 +107,11 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         over = f"over {context_parallel.axis!r} cuDNN"
         told = form == "packed" or (form == "lengths" and packs())
         ways = "is told of sequences by lengths, or by ids with max_segments, on GPUs that have packed rows"
+        yield options.reach != (-1, 0 if options.causal else -1), f"{over} has no windows"
+        yield options.causal and q_len != k_len, f"{over} needs as many keys as queries"
+        yield options.bottom_right and sequences is not None, f"{over} counts from where sequences begin, not end"
         yield sequences is not None and not told, missing() or f"{over} {ways}"
         yield not (whole or told) or bias is not None, f"{over} has no masks and biases"
-        yield options.reach[0] >= 0, f"{over} has no windows"
-        yield options.causal and q_len != k_len, f"{over} needs as many keys as queries"
         unlike = options.causal and told and not sequences.alike
         yield unlike, f"{over} needs one array of ids or lengths for both, queries and keys"
         return
