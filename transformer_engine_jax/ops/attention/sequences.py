@@ -35,7 +35,8 @@ class SequenceDescriptor:
     max_segments: a promise, see `from_segment_ids_and_pos`.
     cached: decode_attention's promise, with options.bottom_right: keys are those of a KV cache, of which a row's
       queries are the last, and finite past their ends.
-    alike: whether one array was given for queries and keys, as known when tracing.
+    alike: whether one array was given for queries and keys: like max_segments known when tracing, and a part of the
+      pytree's structure. Do not replace one side of what is alike; make another.
     """
 
     seqlens: Pair | None = None
