@@ -27,6 +27,7 @@ from transformer_engine_jax.ops.attention.sequences import (
     Places,
     SequenceDescriptor,
     attending,
+    only,
     runs,
     visible,
 )
@@ -140,22 +141,18 @@ def _by_lengths(
     at = attending(options, runs(sequences), query.shape[1], key.shape[1])
     # What lies past the lengths is never written, not in the gradients either, and may be anything.
     covered, read = (_within(at.q_start, at.q_len, query.shape[1]), _within(at.k_start, at.k_len, key.shape[1]))
-    query, key, value = _only(covered, query), _only(read, key), _only(read, value)
+    query, key, value = only(covered, query), only(read, key), only(read, value)
     # JAX's call: lengths are sharded as queries are; and at least one token of each, as statistics of no token are not
     # finite. What is too much is hidden below.
     q_len, k_len = (_as_query(query, jnp.maximum(x, 1)[:, None, None])[:, 0, 0, 0] for x in (at.q_len, at.k_len))
     lengths = dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len)
-    return _only(covered, _call(options, query, key, value, bias, dropout_key, quantizers, **lengths))
+    return only(covered, _call(options, query, key, value, bias, dropout_key, quantizers, **lengths))
 
 
 def _within(starts, lengths, size: int) -> jax.Array:
     """bool[B, size]: whether the token is of a sequence, of those that start and end so."""
     token = jnp.arange(size)[None, :, None]
     return jnp.any((token >= starts[:, None]) & (token < (starts + lengths)[:, None]), axis=-1)
-
-
-def _only(tokens, x) -> jax.Array:
-    return jnp.where(tokens[..., None, None], x, jnp.zeros((), x.dtype))
 
 
 def _bias(options: Attention, bias, query, key):

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
-from transformer_engine_jax.ops.attention.flash import offset_gradient
+from transformer_engine_jax.ops.attention.flash import by_group, offset_gradient
 from transformer_engine_jax.ops.attention.flash_packed import (
     PACKED_SIZES,
     attention_packed_bwd,
     attention_packed_fwd,
 )
 from transformer_engine_jax.ops.attention.options import Attention
-from transformer_engine_jax.ops.attention.sequences import Runs, SequenceDescriptor, attending, places_of, runs
+from transformer_engine_jax.ops.attention.sequences import Runs, SequenceDescriptor, attending, only, places_of, runs
 
 ALL, FIRST, SECOND = (0, 2), (0, 1), (1, 2)  # from and to which half of a device's tokens
 
@@ -112,7 +112,7 @@ def _backward(parts: Parts, residuals, dout):
     query, key, value, offset, q_ids, k_ids, out, total = residuals
     dout = dout.astype(out.dtype)
     if q_ids is not None:  # of padding it may be anything
-        dout = jnp.where((q_ids != 0)[..., None, None], dout, jnp.zeros((), dout.dtype))
+        dout = only(q_ids != 0, dout)
     dquery = jnp.zeros(query.shape, jnp.float32)
 
     def over(rows, columns, mask=Mask()):
@@ -231,7 +231,7 @@ def _part(parts: Parts, mask: Mask, query, key, value, at: Runs | None) -> tuple
     if at is None:
         return cudnn_forward(parts.scale, mask, query, key, value)
     attributes = dict(scale=parts.scale, causal=mask.causal)
-    o, stats = attention_packed_fwd(_by_group(query, key), key, value, *at[:4], None, **attributes)
+    o, stats = attention_packed_fwd(by_group(query, key.shape[2]), key, value, *at[:4], None, **attributes)
     seeing = places_of(at.q_start, at.q_len, query.shape[1])[0].segment > 0
     stats = jnp.where(seeing[..., None], stats.reshape(query.shape[:3]), -jnp.inf)
     return o.reshape(query.shape), jnp.moveaxis(stats, 2, 1)
@@ -242,16 +242,11 @@ def _gradients(parts: Parts, mask: Mask, query, key, value, logs, out, dout, at:
     if at is None:
         return cudnn_backward(parts.scale, mask, query, key, value, logs, out, dout)
     stats = jnp.moveaxis(jnp.where(logs == -jnp.inf, 0.0, logs), 1, 2)
-    query, out, dout = (_by_group(x, key) for x in (query, out, dout))
+    query, out, dout = (by_group(x, key.shape[2]) for x in (query, out, dout))
     attributes = dict(scale=parts.scale, causal=mask.causal)
     stats = stats.reshape(query.shape[:4])
     dquery, *others = attention_packed_bwd(stats, query, key, value, out, dout, *at[:4], **attributes)
     return dquery.reshape(*dquery.shape[:2], -1, dquery.shape[-1]), *others
-
-
-def _by_group(x, key) -> jax.Array:
-    """x[B, Q, H, D] as [B, Q, G, R, D]."""
-    return x.reshape(*x.shape[:2], key.shape[2], x.shape[2] // key.shape[2], x.shape[3])
 
 
 # --- cuDNN -----------------------------------------------------------------------------------------------------------

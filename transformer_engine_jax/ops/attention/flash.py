@@ -261,8 +261,7 @@ class Flash(NamedTuple):
 
     def by_group(self, x, key) -> jax.Array:
         """x [B, Q, H, D] as [B, Q, G, R, D]."""
-        groups = key.shape[2] * self.repeats
-        return x.reshape(*x.shape[:2], groups, x.shape[2] // groups, x.shape[3])
+        return by_group(x, key.shape[2] * self.repeats)
 
     def repeated(self, *kv) -> list[jax.Array]:
         return [jnp.repeat(x, self.repeats, axis=2) if self.repeats > 1 else x for x in kv]
@@ -279,6 +278,11 @@ class Flash(NamedTuple):
             seed, q_len, k_len, dropout=self.dropout, **self.attributes,
         )  # fmt: skip
         return dq.reshape(query.shape), *self.summed(key, *dkv)
+
+
+def by_group(x, groups: int) -> jax.Array:
+    """x [B, Q, H, D] as [B, Q, groups, R, D]."""
+    return x.reshape(*x.shape[:2], groups, x.shape[2] // groups, x.shape[3])
 
 
 # --- One more logit, of no value -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from transformer_engine_jax.ops.attention.cudnn import cudnn_attention, reads_qk
 from transformer_engine_jax.ops.attention.flash_qkv import parts, qkv_attention
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.reference import attention_reference
-from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, runs
+from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor, only, runs
 from transformer_engine_jax.ops.attention.shards import explicit_axes, of_examples_and_heads
 from transformer_engine_jax.ops.quantize import FLOATS, watch
 from transformer_engine_jax.quantizers import AttentionQuantizers, keep
@@ -117,9 +117,8 @@ def dot_product_attention(
         sequence = context_parallel and context_parallel.axis
         (query, key, value), others = of_examples_and_heads(query, key, value, others, sequence)
     cached = sequence_descriptor is not None and sequence_descriptor.cached and options.bottom_right
-    if not (packed or cached):
-        query = _without_padding(query, queries.segment)
-        key, value = (_without_padding(x, keys.segment) for x in (key, value))
+    if queries.segment is not None and not (packed or cached):
+        query, key, value = only(queries.segment != 0, query), *(only(keys.segment != 0, x) for x in (key, value))
     attached = unused = None
     if backend == "fp8":
         attached = quantizers.attached()
@@ -212,8 +211,3 @@ def _check_offset(options: Attention, softmax_offset, heads: int):
             f"got {list(jnp.shape(softmax_offset))}"
         )
     return jnp.reshape(softmax_offset, heads)
-
-
-def _without_padding(x, segment):
-    """x, with zeros where there is no sequence: whatever lies there, NaN too, stays out of sums and gradients."""
-    return x if segment is None else jnp.where((segment != 0)[:, :, None, None], x, jnp.zeros((), x.dtype))

@@ -343,6 +343,11 @@ def places_of(starts, lengths, size: int) -> tuple[Places, jax.Array]:
     return Places(position, segment), length
 
 
+def only(tokens, x) -> jax.Array:
+    """x[B, S, ...] of these tokens, bool[B, S], alone: elsewhere zeros, whatever was there, in gradients too."""
+    return jnp.where(tokens[..., None, None], x, jnp.zeros((), x.dtype))
+
+
 def _in_parts(of_those: Callable, count, others):
     """of_those(0, .., count - 1 as i32[n]), a pytree of [B, n]: at once, or in parts where too much is compared.
 
