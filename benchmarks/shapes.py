@@ -114,6 +114,7 @@ SHAPES = {
     "llama2-7b": Shape(2, 4096, 4096, 11008, 32, 32, **_LLAMA),
     "llama-1b": Shape(4, 2048, 2048, 8192, 32, 8, **_LLAMA),
     "llama-8k": Shape(1, 8192, 4096, 14336, 32, 8, **_LLAMA),
+    "llama-32k": Shape(1, 32768, 4096, 14336, 32, 8, **_LLAMA),
     "llama-packed": Shape(4, 4096, 4096, 14336, 32, 8, documents=8, **_LLAMA),
     "llama-70b": Shape(2, 4096, 8192, 28672, 64, 8, **_LLAMA),
     "gpt-16bit": Shape(8, 2048, 4096, 16384, 32, 32, param_dtype="bfloat16"),

@@ -55,6 +55,24 @@ def test_blocks_are_the_whole(case, monkeypatch):
     testing.assert_close(blocks, whole, F32)
 
 
+def test_gradients_of_what_blocks_share_are_added_up_in_f32(monkeypatch):
+    """Of many blocks in bf16, of which each adds little to the gradients of keys, values and a bias of keys."""
+    monkeypatch.setattr(reference, "LOGITS_PER_BLOCK", 1)
+    query, key, value, bias = normal(5, (1, 4096, 1, D), (1, 8, 1, D), (1, 8, 1, D), (1, 1, 1, 8))
+    dy = np.abs(query) + 1  # of one sign
+    operands = [jnp.asarray(x, jnp.bfloat16) for x in (query, key, value, bias, dy)]
+
+    @jax.jit
+    def gradients(query, key, value, bias, dy):
+        op = partial(dot_product_attention, options=Attention(0.3))
+        _, vjp = jax.vjp(lambda key, value, bias: op(query, key, value, bias=bias), key, value, bias)
+        return vjp(dy)
+
+    expected = gradients(*(x.astype(jnp.float32) for x in operands))
+    for got, exact in zip(gradients(*operands), expected):
+        assert testing.relative_error(got.astype(jnp.float32), exact) < 2**-8
+
+
 def test_rows_per_block():
     assert reference.rows_per_block(1, 1, 4096, 4096) == 4096  # 2^24 logits
     assert reference.rows_per_block(1, 1, 8192, 8192) == 2048

@@ -7,6 +7,7 @@ and no backward pass of another precision than the forward's. References compute
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -104,7 +105,7 @@ def _blocked(attend, q, k, v, q_places: Places, k_places: Places, *, scale, caus
     query = q.reshape(batch, queries, groups * repeats, size)
     given = dict(mask=None, bias=None, softmax_offset=None, dropout_key=None)
     rows, shared = rows_and_shared(query, k, v, queries=q_places, keys=k_places, **given)
-    return by_blocks(lambda rows: attend(options, rows, shared), rows._replace(**of_rows), k.shape[1])
+    return by_blocks(partial(attend, options), rows._replace(**of_rows), shared)
 
 
 def forward_reference(q, k, v, q_places: Places, k_places: Places, *, key=None, dropout=0.0, **fields) -> AttentionFwd:

@@ -7,6 +7,7 @@ number of keys, not with its square.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -79,7 +80,7 @@ def attention_reference(
     """
     arrays = (query, key, value, queries, keys, mask, bias, softmax_offset, dropout_key)
     rows, shared = rows_and_shared(*arrays, first_row)
-    return by_blocks(lambda rows: _attend(options, rows, shared), rows, key.shape[1])
+    return by_blocks(partial(_attend, options), rows, shared)
 
 
 def rows_and_shared(query, key, value, queries, keys, mask, bias, softmax_offset, dropout_key, first_row=0):
@@ -91,15 +92,38 @@ def rows_and_shared(query, key, value, queries, keys, mask, bias, softmax_offset
     return rows, Shared(key, value, keys, of_all(mask), of_all(bias), softmax_offset, dropout_key)
 
 
-def by_blocks(attend, rows: Rows, k_len: int):
-    """attend(rows), a pytree of [B, Q, ..], computed block by block where the logits of all rows are too many."""
+def by_blocks(attend, rows: Rows, shared: Shared):
+    """attend(rows, shared), a pytree of [B, Q, ..], computed block by block where the logits of all rows are too many.
+
+    What blocks make of the gradients of what they share is added up in f32.
+    """
+    k_len = shared.key.shape[1]
     if not in_blocks(rows.query, k_len):
-        return attend(rows)
+        return attend(rows, shared)
     batch, q_len, heads, _ = rows.query.shape
     size = rows_per_block(batch, heads, q_len, k_len)
     blocks = [None if x is None else _in_blocks(x, axis, size) for x, axis in zip(rows, _ROW_AXES)]
-    out = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), Rows(*blocks))
+    summed = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x, shared)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def of_block(rows: Rows):
+        return attend(rows, jax.tree.map(_with_gradients_of, shared, summed))
+
+    out = jax.lax.map(of_block, Rows(*blocks))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :q_len], out)
+
+
+@jax.custom_jvp
+def _value(x, wide):
+    return x
+
+
+_value.defjvp(lambda primals, tangents: (primals[0], tangents[1].astype(primals[0].dtype)))
+
+
+def _with_gradients_of(x, wide) -> jax.Array:
+    """x, whose gradients go to the same in a wider dtype: there a loop adds them up."""
+    return x if wide is x else _value(jax.lax.stop_gradient(x), wide)
 
 
 def _in_blocks(x, axis: int, size: int) -> jax.Array:
@@ -209,7 +233,7 @@ class Running(NamedTuple):
         @jax.checkpoint
         def merged(query, key, value, sums, top, total):
             rows, shared = rows_and_shared(query, key, value, queries, keys, mask, bias, None, None)
-            new = by_blocks(lambda rows: _partial(self.options, rows, shared), rows, key.shape[1])
+            new = by_blocks(partial(_partial, self.options), rows, shared)
             highest = jax.lax.stop_gradient(jnp.maximum(top, new[1]))
             old, new_weight = jnp.exp(top - highest), jnp.exp(new[1] - highest)
             sums = sums * old[..., None] + new[0] * new_weight[..., None]
