@@ -20,6 +20,7 @@ constexpr int kRounds = 5;
 constexpr int kFinalRounds = 10;
 constexpr float kAbout = 1.08f;
 constexpr float kLeastMs = 0.1f;  // of a turn: less is measured badly
+constexpr float kMostMs = 500.f;  // of all rounds of one: calls that take long are measured well in fewer
 // What another algorithm's time must be of that of the first offered to replace it: less is noise. Under sustained load
 // the first was within 1 % of the fastest for all of 16 large products with split accumulation, which a turn is too
 // short to show, so there another must win by more.
@@ -176,8 +177,10 @@ Fastest fastest(Status& status, cublasLtHandle_t handle, const Plan& plan, const
   for (int i = 0; i < count; ++i) add(i, &offered[i].algo);
   if (candidates.empty()) return {-1, 0.f, 0.f};
   if (has_fp8_product(rehearsal.product)) add(kOurs, nullptr);
-  const auto take_turns = [&](int rounds) {
-    for (Candidate& c : candidates) c.times.clear();
+  const auto take_turns = [&](int most) {
+    float ms = 0.f;
+    for (Candidate& c : candidates) ms = std::max(ms, c.ms), c.times.clear();
+    const int rounds = std::clamp(static_cast<int>(kMostMs / ms), 1, most);
     for (int round = 0; round < rounds; ++round) {
       for (Candidate& c : candidates) {
         c.times.push_back(time_of(handle, plan, rehearsal, c.algorithm, clock, c.repeats));

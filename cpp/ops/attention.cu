@@ -17,6 +17,7 @@ struct AttentionAttributes : AttentionOptions {
 namespace {
 
 constexpr int64_t kHeadSizeStep = 8;
+constexpr char kQkvFwd[] = "te_attention_qkv_fwd", kQkvBwd[] = "te_attention_qkv_bwd";
 
 Check& check_dropout(Check& check, const In& seed, float rate) {
   check.that(rate >= 0.f && rate < 1.f, "dropout", "a rate in [0, 1)", rate);
@@ -34,6 +35,11 @@ Check check_call(const AttentionOperands& in, const In& seed, const AttentionAtt
   return check_dropout(check, seed, attributes.dropout);
 }
 
+AttentionCall call_of(const AttentionOperands& in, const AttentionShape& s, const AttentionAttributes& a,
+                      AttentionKind kind) {
+  return {kind, in.q.element_type(), s, a, in.lengths()};
+}
+
 Check check_forward(const AttentionOperands& in, const In& seed, Out& o, Out& stats,
                     const AttentionAttributes& attributes, AttentionShape& s) {
   Check check = check_call(in, seed, attributes, s);
@@ -47,12 +53,8 @@ Check check_backward(const AttentionOperands& in, const In& seed, const In& stat
   if (check.failed()) return check;
   check_stats(check, stats, s);
   like(like(check, "o", o, in.q), "do", dout, in.q);
+  check_parts(check, in.q, call_of(in, s, attributes, kBackward));
   return like(like(like(check, "dq", *dq, in.q), "dk", *dk, in.k), "dv", *dv, in.v);
-}
-
-cudnn::Call call_of(const AttentionOperands& in, const AttentionShape& s, const AttentionAttributes& a,
-                    AttentionKind kind) {
-  return graph_call(in.op, {kind, in.q.element_type(), s, a, in.lengths()});
 }
 
 void insert_seed(cudnn::Pointers& all, const In& seed) {
@@ -86,23 +88,23 @@ Check& check_qkv_results(Check& check, const ffi::AnyBuffer& o, const ffi::AnyBu
   return shape(check.dtype("stats", stats, DType::F32), "stats", stats, {s.batch, s.groups, s.q_size});
 }
 
+AttentionCall call_of_qkv(const In& qkv, const AttentionShape& s, const AttentionAttributes& a, AttentionKind kind) {
+  return {kind, qkv.element_type(), s, a, /*lengths=*/false, /*stacked=*/true};
+}
+
 Check check_qkv_forward(const In& qkv, const In& seed, Out& o, Out& stats, const AttentionAttributes& attributes,
                         AttentionShape& s) {
-  Check check = check_qkv("te_attention_qkv_fwd", qkv, seed, attributes, s);
+  Check check = check_qkv(kQkvFwd, qkv, seed, attributes, s);
   return check.failed() ? check : check_qkv_results(check, *o, *stats, qkv, s);
 }
 
 Check check_qkv_backward(const In& stats, const In& qkv, const In& o, const In& dout, const In& seed, Out& dqkv,
                          const AttentionAttributes& attributes, AttentionShape& s) {
-  Check check = check_qkv("te_attention_qkv_bwd", qkv, seed, attributes, s);
+  Check check = check_qkv(kQkvBwd, qkv, seed, attributes, s);
   if (check.failed()) return check;
   check_qkv_results(check, o, stats, qkv, s);
-  return like(like(check, "do", dout, o), "dqkv", *dqkv, qkv);
-}
-
-cudnn::Call call_of_qkv(const In& qkv, const AttentionShape& s, const AttentionAttributes& a, AttentionKind kind) {
-  return graph_call(kind == kForward ? "te_attention_qkv_fwd" : "te_attention_qkv_bwd",
-                    {kind, qkv.element_type(), s, a, /*lengths=*/false, /*stacked=*/true});
+  check_parts(like(check, "do", dout, o), qkv, call_of_qkv(qkv, s, attributes, kBackward));
+  return like(check, "dqkv", *dqkv, qkv);
 }
 
 void insert_parts(cudnn::Pointers& all, void* qkv, const AttentionShape& s, std::array<AttentionUid, 3> uids) {
@@ -122,7 +124,7 @@ ffi::Error AttentionFwdInitialize(In q, In k, In v, In seed, In q_len, In k_len,
   const Check check = check_forward(in, seed, o, stats, attributes, s);
   if (check.failed()) return check.error();
   if (s.empty()) return ffi::Error::Success();
-  return cudnn::prepare(call_of(in, s, attributes, kForward), cudnn::workspace_of(workspace));
+  return cudnn::prepare(graph_call(in.op, call_of(in, s, attributes, kForward)), cudnn::workspace_of(workspace));
 }
 
 ffi::Error AttentionFwd(cudaStream_t stream, In q, In k, In v, In seed, In q_len, In k_len, Out o, Out stats,
@@ -134,8 +136,8 @@ ffi::Error AttentionFwd(cudaStream_t stream, In q, In k, In v, In seed, In q_len
   if (s.empty()) return ffi::Error::Success();
   cudnn::Pointers pointers = pointers_of(in, seed);
   pointers.insert({{kO, o->untyped_data()}, {kStats, stats->untyped_data()}});
-  return cudnn::execute(call_of(in, s, attributes, kForward), std::move(pointers), cudnn::workspace_of(workspace),
-                        stream);
+  return cudnn::execute(graph_call(in.op, call_of(in, s, attributes, kForward)), std::move(pointers),
+                        cudnn::workspace_of(workspace), stream);
 }
 
 ffi::Error AttentionBwdInitialize(In stats, In q, In k, In v, In o, In dout, In seed, In q_len, In k_len, Out dq,
@@ -145,7 +147,7 @@ ffi::Error AttentionBwdInitialize(In stats, In q, In k, In v, In o, In dout, In 
   const Check check = check_backward(in, seed, stats, o, dout, dq, dk, dv, attributes, s);
   if (check.failed()) return check.error();
   if (s.empty()) return ffi::Error::Success();
-  return cudnn::prepare(call_of(in, s, attributes, kBackward), cudnn::workspace_of(workspace));
+  return prepare_in_parts(in.op, call_of(in, s, attributes, kBackward), cudnn::workspace_of(workspace));
 }
 
 ffi::Error AttentionBwd(cudaStream_t stream, In stats, In q, In k, In v, In o, In dout, In seed, In q_len, In k_len,
@@ -158,8 +160,8 @@ ffi::Error AttentionBwd(cudaStream_t stream, In stats, In q, In k, In v, In o, I
   cudnn::Pointers pointers = pointers_of(in, seed);
   pointers.insert({{kStats, stats.untyped_data()}, {kO, o.untyped_data()}, {kDo, dout.untyped_data()}});
   pointers.insert({{kDq, dq->untyped_data()}, {kDk, dk->untyped_data()}, {kDv, dv->untyped_data()}});
-  return cudnn::execute(call_of(in, s, attributes, kBackward), std::move(pointers), cudnn::workspace_of(workspace),
-                        stream);
+  return execute_in_parts(in.op, call_of(in, s, attributes, kBackward), pointers, cudnn::workspace_of(workspace),
+                          stream);
 }
 
 ffi::Error AttentionQkvFwdInitialize(In qkv, In seed, Out o, Out stats, Out workspace, AttentionAttributes attributes) {
@@ -167,7 +169,7 @@ ffi::Error AttentionQkvFwdInitialize(In qkv, In seed, Out o, Out stats, Out work
   const Check check = check_qkv_forward(qkv, seed, o, stats, attributes, s);
   if (check.failed()) return check.error();
   if (s.empty()) return ffi::Error::Success();
-  return cudnn::prepare(call_of_qkv(qkv, s, attributes, kForward), cudnn::workspace_of(workspace));
+  return cudnn::prepare(graph_call(kQkvFwd, call_of_qkv(qkv, s, attributes, kForward)), cudnn::workspace_of(workspace));
 }
 
 ffi::Error AttentionQkvFwd(cudaStream_t stream, In qkv, In seed, Out o, Out stats, Out workspace,
@@ -179,8 +181,8 @@ ffi::Error AttentionQkvFwd(cudaStream_t stream, In qkv, In seed, Out o, Out stat
   cudnn::Pointers pointers{{kO, o->untyped_data()}, {kStats, stats->untyped_data()}};
   insert_parts(pointers, qkv.untyped_data(), s, {kQ, kK, kV});
   insert_seed(pointers, seed);
-  return cudnn::execute(call_of_qkv(qkv, s, attributes, kForward), std::move(pointers), cudnn::workspace_of(workspace),
-                        stream);
+  return cudnn::execute(graph_call(kQkvFwd, call_of_qkv(qkv, s, attributes, kForward)), std::move(pointers),
+                        cudnn::workspace_of(workspace), stream);
 }
 
 ffi::Error AttentionQkvBwdInitialize(In stats, In qkv, In o, In dout, In seed, Out dqkv, Out workspace,
@@ -189,7 +191,7 @@ ffi::Error AttentionQkvBwdInitialize(In stats, In qkv, In o, In dout, In seed, O
   const Check check = check_qkv_backward(stats, qkv, o, dout, seed, dqkv, attributes, s);
   if (check.failed()) return check.error();
   if (s.empty()) return ffi::Error::Success();
-  return cudnn::prepare(call_of_qkv(qkv, s, attributes, kBackward), cudnn::workspace_of(workspace));
+  return prepare_in_parts(kQkvBwd, call_of_qkv(qkv, s, attributes, kBackward), cudnn::workspace_of(workspace));
 }
 
 ffi::Error AttentionQkvBwd(cudaStream_t stream, In stats, In qkv, In o, In dout, In seed, Out dqkv, Out workspace,
@@ -202,8 +204,8 @@ ffi::Error AttentionQkvBwd(cudaStream_t stream, In stats, In qkv, In o, In dout,
   insert_parts(pointers, qkv.untyped_data(), s, {kQ, kK, kV});
   insert_parts(pointers, dqkv->untyped_data(), s, {kDq, kDk, kDv});
   insert_seed(pointers, seed);
-  return cudnn::execute(call_of_qkv(qkv, s, attributes, kBackward), std::move(pointers), cudnn::workspace_of(workspace),
-                        stream);
+  return execute_in_parts(kQkvBwd, call_of_qkv(qkv, s, attributes, kBackward), pointers, cudnn::workspace_of(workspace),
+                          stream);
 }
 
 }  // namespace te

@@ -8,6 +8,7 @@
 //   q_len, k_len  s32[B] tokens of each sequence; both absent where there is no padding
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 #include <string>
@@ -163,6 +164,79 @@ struct AttentionCall {
 
 // How cuDNN's graph of a call is made, by attention_graph.cu.
 cudnn::Call graph_call(const char* op, const AttentionCall& call);
+
+// ---- In parts ---------------------------------------------------------------------------------------
+
+// Entries that an array of the backward pass may span, dk and dv of each head among them: cuDNN (9.19) counts them in
+// 32 bits, and of more gradients are wrong, silently. So examples are taken in parts.
+constexpr int64_t kMostEntries = (int64_t{1} << 31) - 1;
+
+// Examples that go together; 0 where a single one is too large.
+inline int64_t most_examples(const AttentionCall& call) {
+  const AttentionShape& s = call.shape;
+  const int64_t tokens = std::max(s.q_size, s.k_size) * (call.stacked ? 3 : 1);
+  return kMostEntries / std::max<int64_t>(tokens * s.heads() * s.head_size, 1);
+}
+
+// Of a call whose queries are in buffer `q`.
+inline Check& check_parts(Check& check, const ffi::AnyBuffer& q, const AttentionCall& call) {
+  const int64_t most = most_examples(call);
+  check.that(most > 0, "q", "examples of fewer than 2^31 entries, which cuDNN counts in 32 bits: shard tokens or heads",
+             q);
+  return check.that(call.options.dropout == 0.f || call.shape.batch <= most, "q",
+                    "fewer than 2^31 entries with dropout, whose masks can't be drawn in parts: shard the batch", q);
+}
+
+// What one example of the tensor takes; 0 of those that all examples share.
+inline int64_t bytes_of_example(const AttentionCall& call, int64_t uid) {
+  const AttentionShape& s = call.shape;
+  const int64_t token = s.head_size * static_cast<int64_t>(ffi::ByteWidth(call.dtype));
+  const int64_t queries = s.q_size * s.heads() * token, keys = s.k_size * s.groups * token;
+  switch (uid) {
+    case kQ:
+    case kDq: return queries * (call.stacked ? 3 : 1);
+    case kK:
+    case kV:
+    case kDk:
+    case kDv: return keys * (call.stacked ? 3 : 1);
+    case kO:
+    case kDo: return queries;
+    case kStats: return s.q_size * s.heads() * 4;
+    case kQLen:
+    case kKLen: return 4 * std::max<int64_t>(call.packed, 1);
+    default: return 0;
+  }
+}
+
+// run(part, the part's first example) for each part of a call, as even as can be.
+template <typename Run>
+ffi::Error in_parts(const AttentionCall& call, Run&& run) {
+  const int64_t batch = call.shape.batch, count = (batch + most_examples(call) - 1) / most_examples(call);
+  const int64_t size = (batch + count - 1) / count;
+  for (int64_t first = 0; first < batch; first += size) {
+    AttentionCall part = call;
+    part.shape.batch = std::min(size, batch - first);
+    if (const ffi::Error error = run(part, first); error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error prepare_in_parts(const char* op, const AttentionCall& call, cudnn::Workspace workspace) {
+  return in_parts(call,
+                  [&](const AttentionCall& part, int64_t) { return cudnn::prepare(graph_call(op, part), workspace); });
+}
+
+inline cudnn::Pointers from_example(const AttentionCall& call, int64_t first, cudnn::Pointers all) {
+  for (auto& [uid, data] : all) data = static_cast<char*>(data) + first * bytes_of_example(call, uid);
+  return all;
+}
+
+inline ffi::Error execute_in_parts(const char* op, const AttentionCall& call, const cudnn::Pointers& all,
+                                   cudnn::Workspace workspace, cudaStream_t stream) {
+  return in_parts(call, [&](const AttentionCall& part, int64_t first) {
+    return cudnn::execute(graph_call(op, part), from_example(call, first, all), workspace, stream);
+  });
+}
 
 inline cudnn::Pointers pointers_of(const AttentionOperands& in) {
   cudnn::Pointers all{{kQ, in.q.untyped_data()}, {kK, in.k.untyped_data()}, {kV, in.v.untyped_data()}};

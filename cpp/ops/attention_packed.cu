@@ -26,6 +26,11 @@ struct PackedOperands : AttentionOperands {
   int64_t most() const { return q_len.dimensions()[1]; }
 };
 
+AttentionCall call_of(const PackedOperands& in, const AttentionShape& s, const UndroppedAttributes& a,
+                      AttentionKind kind) {
+  return {kind, in.q.element_type(), s, a.options(), /*lengths=*/true, /*stacked=*/false, in.most()};
+}
+
 Check check_call(const PackedOperands& in, Out& workspace, const UndroppedAttributes& attributes, AttentionShape& s) {
   Check check(in.op);
   check.that(is_16_bits(in.q), "q", "bf16 or f16", in.q);
@@ -38,6 +43,7 @@ Check check_call(const PackedOperands& in, Out& workspace, const UndroppedAttrib
                                 {"k_len", in.k_len}}) {
     shape(check.dtype(name, x, DType::S32), name, x, {s.batch, in.most()});
   }
+  check_parts(check, in.q, call_of(in, s, attributes, kPackedForward));
   return check.that(static_cast<int64_t>(workspace->size_bytes()) >= 3 * offset_bytes(s.batch * in.most()), "workspace",
                     "room for the offsets of sequences", *workspace);
 }
@@ -46,14 +52,6 @@ Check& check_stats_and_o(Check& check, const ffi::AnyBuffer& stats, const ffi::A
                          const AttentionShape& s) {
   shape(check.dtype("stats", stats, DType::F32), "stats", stats, {s.batch, s.q_size, s.groups, s.repeats});
   return like(check, "o", o, q);
-}
-
-cudnn::Call call_of(const PackedOperands& in, const AttentionShape& s, const UndroppedAttributes& a,
-                    AttentionKind kind) {
-  const DType dtype = in.q.element_type();
-  AttentionCall call{kind, dtype, s, a.options(), /*lengths=*/true};
-  call.packed = in.most();
-  return graph_call(in.op, call);
 }
 
 ffi::Error launched(const char* op, cudaError_t error) {
@@ -71,7 +69,7 @@ cudnn::Workspace after_offsets(Out& workspace, int64_t sequences) {
 ffi::Error prepare(const PackedOperands& in, const AttentionShape& s, const UndroppedAttributes& attributes,
                    AttentionKind kind, Out& workspace) {
   if (s.empty() || in.most() == 0) return ffi::Error::Success();
-  return cudnn::prepare(call_of(in, s, attributes, kind), after_offsets(workspace, s.batch * in.most()));
+  return prepare_in_parts(in.op, call_of(in, s, attributes, kind), after_offsets(workspace, s.batch * in.most()));
 }
 
 // of_queries, of_keys: results, whose tokens are those of queries or of keys; pointers: of what else in has not.
@@ -80,21 +78,14 @@ ffi::Error execute(const PackedOperands& in, const bool* kept, const AttentionSh
                    std::map<AttentionUid, Out*> of_keys, cudnn::Pointers pointers, Out& workspace,
                    cudaStream_t stream) {
   if (s.empty() || in.most() == 0) return ffi::Error::Success();
-  const int64_t sequences = s.batch * in.most();
-  const int32_t *q_start = in.q_start.typed_data<int32_t>(), *k_start = in.k_start.typed_data<int32_t>();
-  const auto offsets = [&](int i) {
-    return reinterpret_cast<int64_t*>(static_cast<char*>(workspace->untyped_data()) + i * offset_bytes(sequences));
-  };
-  cudaError_t error = write_offsets(
-      stream, s.batch, in.most(), {q_start, s.q_size, s.heads() * s.head_size, offsets(0)},
-      {k_start, s.k_size, s.groups * s.head_size, offsets(1)}, {q_start, s.q_size, s.heads(), offsets(2)});
+  const int64_t most = in.most(), sequences = s.batch * most;
   pointers.merge(pointers_of(in));
-  pointers.insert({{kQOffset, offsets(0)}, {kKOffset, offsets(1)}, {kStatsOffset, offsets(2)}});
+  cudaError_t error = cudaSuccess;
   const auto add = [&](const std::map<AttentionUid, Out*>& results, const In& start, const In& length, int64_t tokens) {
     for (const auto& [uid, x] : results) {
       pointers[uid] = (*x)->untyped_data();
       if (error != cudaSuccess) return;
-      error = write_between(stream, s.batch, in.most(), start.typed_data<int32_t>(), length.typed_data<int32_t>(),
+      error = write_between(stream, s.batch, most, start.typed_data<int32_t>(), length.typed_data<int32_t>(),
                             uid == kO ? kept : nullptr, tokens,
                             static_cast<int64_t>((*x)->size_bytes()) / (s.batch * tokens), pointers[uid]);
     }
@@ -102,8 +93,20 @@ ffi::Error execute(const PackedOperands& in, const bool* kept, const AttentionSh
   add(of_queries, in.q_start, in.q_len, s.q_size);
   add(of_keys, in.k_start, in.k_len, s.k_size);
   if (error != cudaSuccess) return launched(in.op, error);
-  return cudnn::execute(call_of(in, s, attributes, kind), std::move(pointers), after_offsets(workspace, sequences),
-                        stream);
+  const auto offsets = [&](int i) {
+    return reinterpret_cast<int64_t*>(static_cast<char*>(workspace->untyped_data()) + i * offset_bytes(sequences));
+  };
+  return in_parts(call_of(in, s, attributes, kind), [&](const AttentionCall& part, int64_t first) {
+    const int32_t* q_start = in.q_start.typed_data<int32_t>() + first * most;
+    const int32_t* k_start = in.k_start.typed_data<int32_t>() + first * most;
+    const cudaError_t written = write_offsets(
+        stream, part.shape.batch, most, {q_start, s.q_size, s.heads() * s.head_size, offsets(0)},
+        {k_start, s.k_size, s.groups * s.head_size, offsets(1)}, {q_start, s.q_size, s.heads(), offsets(2)});
+    if (written != cudaSuccess) return launched(in.op, written);
+    cudnn::Pointers of_part = from_example(part, first, pointers);
+    of_part.insert({{kQOffset, offsets(0)}, {kKOffset, offsets(1)}, {kStatsOffset, offsets(2)}});
+    return cudnn::execute(graph_call(in.op, part), std::move(of_part), after_offsets(workspace, sequences), stream);
+  });
 }
 
 Check check_forward(const PackedOperands& in, const In& kept, Out& o, Out& stats, Out& workspace,

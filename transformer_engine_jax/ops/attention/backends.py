@@ -6,8 +6,8 @@ import functools
 import math
 import warnings
 
-from transformer_engine_jax.decisions import compute_capabilities, platform
-from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
+from transformer_engine_jax.decisions import compute_capabilities, platform, shards
+from transformer_engine_jax.ops.attention.flash import MOST_ENTRIES, MOST_HEAD_SIZE, Flash, missing, on_hopper
 from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packs
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
@@ -16,6 +16,8 @@ from transformer_engine_jax.tracing import level_of_user
 # A mask reaches cuDNN as a bias [B or 1, H or 1, Q, K]. Beyond this many bytes the blocks of the reference are the
 # better choice.
 MOST_BYTES = 2**30
+TOO_LARGE = "cuDNN counts in 32 bits: of an example fewer than 2^31 entries on a device"
+TOO_MANY = "cuDNN counts in 32 bits: this way of all examples fewer than 2^31 entries on a device"
 
 
 def attention_backend(
@@ -83,7 +85,7 @@ def warn_of_high_precision(why: str) -> None:
 
 def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):
     """(whether it is past the limit, the limit), most general first."""
-    batch, q_len, _, dim = query.shape
+    batch, q_len, heads, dim = query.shape
     k_len, size = key.shape[1], max(dim, value.shape[-1])
     dtypes = {str(x.dtype) for x in (query, key, value)}
     form = visibility_form(options, q_len, k_len, sequences, mask)
@@ -97,6 +99,11 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     sinks = whole or (bias is None and as_packed(options, query, key, value, **given))
     yield offset and not sinks, f"cuDNN's {options.softmax_type} softmax has no masks, biases or sequences like these"
     yield options.score_mod is not None, "JAX's cuDNN call has no score_mod"
+    large = too_large(query, *(n * heads * size for n in (q_len, k_len)))
+    yield "example" in large, TOO_LARGE
+    ours = form != "mask" and bias is None and size <= MOST_HEAD_SIZE and not missing() and on_hopper()
+    in_parts = (form == "packed" or ours) and dropout_key is None and context_parallel is None
+    yield "batch" in large and not in_parts, TOO_MANY
     if dropout_key is not None:
         described = form not in ("plain", "lengths") or bias is not None or offset
         yield described, "with dropout, cuDNN is given no masks, biases, packed sequences or softmax offsets"
@@ -133,6 +140,19 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         yield missing() != "", missing()
 
 
+def too_large(query, *entries: int) -> set[str]:
+    """Which of "example" and "batch" is more on a device than cuDNN's backward pass can count, as far as shapes tell.
+
+    entries: of an example of query [B, ..] or of other arrays like it.
+    """
+    batch, devices = query.shape[0], shards(query)
+    if not all(isinstance(n, int) for n in (batch, *entries)):
+        return set()
+    on_device = batch * max(entries) // devices
+    sizes = {"batch": on_device, "example": on_device // max(batch // devices, 1)}
+    return {what for what, n in sizes.items() if n > MOST_ENTRIES}
+
+
 def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias, dropout_key, context_parallel):
     """Likewise of attention in FP8: the same everywhere, but for what GPUs need."""
     q_len, k_len, sizes = query.shape[1], key.shape[1], {query.shape[-1], value.shape[-1]}
@@ -152,6 +172,8 @@ def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias,
     yield other, f"FP8 attention casts one of {sorted(allowed)}, not {sorted(dtypes)}"
     if platform() == "gpu":
         yield not from_hopper_on(), "FP8 attention needs Hopper or newer"
+        large = too_large(query, *(n * query.shape[2] * max(sizes) for n in (q_len, k_len)))
+        yield "example" in large, TOO_LARGE
         yield missing() != "", missing()
 
 

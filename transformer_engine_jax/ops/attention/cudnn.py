@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from transformer_engine_jax.decisions import shards
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
-from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, visibility_form
+from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, too_large, visibility_form
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, filled, widened
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
@@ -111,7 +111,9 @@ def reads_qkv(options: Attention, query) -> bool:
     options.check()
     plain = options.softmax_type == "vanilla" and visibility_form(options, *2 * query.shape[1:2], None, None) == "plain"
     fits = plain and query.shape[-1] % 8 == 0 and _has_handlers(options, query, query)
-    return fits and attention_backend(options, query, query, query)[0] == "cudnn"
+    if not fits or "example" in too_large(query, 3 * math.prod(query.shape[1:])):
+        return False
+    return attention_backend(options, query, query, query)[0] == "cudnn"
 
 
 def _has_handlers(options: Attention, query, key) -> bool:

@@ -29,6 +29,8 @@ from transformer_engine_jax.ops.attention.sequences import Places
 from transformer_engine_jax.ops.quantize import E4M3, scaled_cast
 
 MOST_HEAD_SIZE = 128
+# cuDNN's backward pass counts in 32 bits (9.19): gradients of more are wrong. Our handlers take examples in parts.
+MOST_ENTRIES = 2**31 - 1
 
 
 def missing() -> str:
@@ -68,6 +70,14 @@ def _cudnn_scratch() -> int:
     return 1 << 20 if on_hopper() else 32 << 20
 
 
+def examples_at_once(batch: int, *entries: int) -> int:
+    """Of a backward pass whose arrays have so many entries an example; cpp/ops/attention.h is the same rule."""
+    if not all(isinstance(n, int) for n in (batch, *entries)):
+        return batch
+    parts = -(-batch // max(MOST_ENTRIES // max(*entries, 1), 1))
+    return -(-batch // max(parts, 1))
+
+
 def forward_scratch(q, *_, **attributes) -> int:
     return _cudnn_scratch()
 
@@ -82,6 +92,7 @@ def backward_scratch(stats, q, k, *_, **attributes) -> int:
     """dq in f32, two numbers a row of it, and dk and dv of every head where several share one, in 16 bits on Hopper; in
     deterministic mode the gradient of the scores in 16 bits, too. Sequences in tiles."""
     batch, q_len, groups, repeats, size = q.shape
+    batch = examples_at_once(batch, *(n * groups * repeats * size for n in (q_len, k.shape[1])))
     q_len, k_len = (-(-n // 128) * 128 for n in (q_len, k.shape[1]))
     heads = batch * groups * repeats
     shared = 2 * k_len * size * (2 if on_hopper() else 4) if repeats > 1 else 0

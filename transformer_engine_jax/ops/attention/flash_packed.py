@@ -17,6 +17,7 @@ from transformer_engine_jax.ops.attention.flash import (
     AttentionFwd,
     Flash,
     backward_reference,
+    examples_at_once,
     forward_reference,
     forward_scratch,
     missing,
@@ -51,6 +52,7 @@ def _forward_scratch(q, k, v, q_start, *_, **attributes) -> int:
 def _backward_scratch(stats, q, k, v, o, do, q_start, *_, **attributes) -> int:
     """dq in f32, two numbers a row of it, and dk and dv of every head where several share one."""
     batch, q_len, groups, repeats, size = q.shape
+    batch = examples_at_once(batch, *(n * groups * repeats * size for n in (q_len, k.shape[1])))
     rows, shared = batch * q_len * groups * repeats, batch * k.shape[1] * groups * repeats if repeats > 1 else 0
     return forward_scratch(q) + _offsets(q_start) + 4 * (rows * (size + 2) + 2 * shared * size)
 

@@ -5,6 +5,8 @@ They are read where they are, and so are their gradients written: nothing is cop
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +19,7 @@ from transformer_engine_jax.ops.attention.flash import (
     attention_bwd,
     attention_fwd,
     backward_scratch,
+    examples_at_once,
     forward_scratch,
 )
 from transformer_engine_jax.ops.attention.options import Attention
@@ -30,7 +33,8 @@ def parts(qkv) -> list[jax.Array]:
 
 
 def _backward_scratch(stats, qkv, *_, **attributes) -> int:
-    batch, tokens, _, heads, size = qkv.shape
+    _, tokens, _, heads, size = qkv.shape
+    batch = examples_at_once(qkv.shape[0], math.prod(qkv.shape[1:]))
     q = jax.ShapeDtypeStruct((batch, tokens, heads, 1, size), qkv.dtype)
     return backward_scratch(stats, q, jax.ShapeDtypeStruct((batch, tokens, heads, size), qkv.dtype))
 
