@@ -346,6 +346,16 @@ def test_axes_of_one_on_an_explicit_mesh():
     testing.assert_close(y, np.tensordot(x, kernel, 1), F32)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_bias_knows_its_explicit_mesh(transform):
+    """Where none is in force."""
+    mesh = testing.mesh_of((2, 2), ("data", "tensor"), explicit=True)
+    x, kernel, bias = arrays = emulated.normal(7, (4, 8), (8, 6), (6,))
+    y = transform(dense)(*testing.shard(mesh, arrays, [jax.P("data"), jax.P(None, "tensor"), jax.P()]))
+    assert jax.typeof(y).sharding.spec == jax.P("data", "tensor")
+    testing.assert_close(y, x @ kernel + bias, F32)
+
+
 def test_explain_says_why_few_tokens_run_in_plain_jax(monkeypatch):
     monkeypatch.setattr(decisions, "FEW_TOKENS", 64)
     rows = te.explain(te.rmsnorm, jnp.ones((3, 8)), jnp.ones(8)).rows

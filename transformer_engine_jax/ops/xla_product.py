@@ -23,7 +23,8 @@ def xla_product(x, kernel, bias, k_axes: int, dtype) -> jax.Array:
     if bias is None:
         return y
     if sharding is not None:
-        bias = jax.sharding.reshard(bias, PartitionSpec(*sharding.spec[x.ndim - k_axes :]))
+        columns = PartitionSpec(*sharding.spec[x.ndim - k_axes :])
+        bias = jax.sharding.reshard(bias, NamedSharding(sharding.mesh, columns))
     return _with_bias(y, bias.astype(y.dtype))
 
 
