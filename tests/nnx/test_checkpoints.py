@@ -12,6 +12,7 @@ import pytest
 import steps
 import twins
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from steps import DELAYED
 
 import transformer_engine_jax as te
@@ -49,6 +50,21 @@ def test_checkpoints_round_trip(tmp_path):
     testing.assert_same_bytes(te_nnx.to_linen(restored), te_nnx.to_linen(model))
     with steps.autocast(DELAYED):
         testing.assert_same_bytes(nnx.jit(twins.call)(restored, X), nnx.jit(twins.call)(model, X))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_abstract_models_are_restored_into_on_a_mesh(explicit, tmp_path):
+    model, mesh = stepped(), testing.mesh_of((2, 2), ("data", "model"), explicit=explicit)
+    checkpointer = saved(tmp_path / "model", nnx.state(model, te_nnx.TRAINED))
+    resource = te.MeshResource(fsdp_resource="data", tp_resource="model")
+    with testing.on_mesh(mesh), steps.autocast(DELAYED, mesh_resource=resource):
+        with nnx.logical_axis_rules(te_nnx.extend_logical_axis_rules(())):
+            _, shapes = nnx.get_abstract_model(lambda: Layer(rngs=nnx.Rngs(0)), mesh)
+        restored = checkpointer.restore(tmp_path / "model", nnx.state(shapes, te_nnx.TRAINED))
+        assert restored["wi_kernel"].sharding == NamedSharding(mesh, PartitionSpec("data", None, "model"))
+        made = nnx.jit(lambda: Layer(rngs=nnx.Rngs(0)))()
+        nnx.update(made, restored)
+        testing.assert_same_bytes(jax.device_get(te_nnx.to_linen(made)), te_nnx.to_linen(model))
 
 
 def test_pure_dicts_need_no_target(tmp_path):
