@@ -84,6 +84,8 @@ def on_nnx():
             params = nnx.state(model, nnx.Param)
             nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients))
 
+        with open(f"{folder}/program.{process}", "w") as file:
+            file.write(step.lower(model, placed(mesh)).as_text())
         for _ in range(2):
             step(model, placed(mesh))
         return nnx.state(model, te_nnx.TRAINED)
@@ -102,7 +104,7 @@ def start(process: int, count: int, port: int, folder: Path) -> subprocess.Popen
     with (folder / f"{process}.log").open("w") as log:
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(process), str(count), str(port), str(folder)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)},
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "PYTHONHASHSEED": str(process + 1)},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -134,6 +136,8 @@ def test_two_processes_train_as_one_does(tmp_path):
     for folder in folders.values():
         folder.mkdir()
     run_together(folders)
+    one, other = ((folders[2] / f"program.{process}").read_text() for process in range(2))
+    assert one == other, "their hashes differ, and sets have another order in each"
     for name in ("linen", "nnx"):
         alone, together = (list(np.load(folder / f"{name}.npz").values()) for folder in folders.values())
         assert len(alone) > 8 and any(x.shape[-2:] == (3, 6) for x in alone), "parameters and states"

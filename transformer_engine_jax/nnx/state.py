@@ -99,9 +99,9 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
             "differentiate with argnums=nnx.DiffState(0, te_nnx.TRAINED)"
         )
     flat, own = dict(nnx.to_flat_state(new)), dict(nnx.to_flat_state(nnx.state(model, Fp8State)))
-    for path in flat.keys() & own.keys():
-        if (states := flat[path].states) is not None:
-            flat[path] = flat[path].replace(flat[path].holding(states.or_where_unused(own[path].states)))
+    for path, variable in flat.items():  # a set of paths has an order of its own in each process, and so the program
+        if path in own and (states := variable.states) is not None:
+            flat[path] = variable.replace(variable.holding(states.or_where_unused(own[path].states)))
     nnx.update(model, nnx.from_flat_state(flat))
     return nnx.state(grads, nnx.Not(_OVERWRITTEN))
 
