@@ -73,6 +73,27 @@ def test_gradients_of_what_blocks_share_are_added_up_in_f32(monkeypatch):
         assert testing.relative_error(got.astype(jnp.float32), exact) < 2**-8
 
 
+def test_second_derivatives_in_16_bits_are_those_of_the_whole(monkeypatch):
+    """Of what blocks share, whose gradients have a way of their own."""
+    operands = [jnp.asarray(x, jnp.bfloat16) for x in (QUERY, KEY, VALUE, BIAS[:, :, :1])]
+
+    def loss(query, key, value, bias):
+        out = dot_product_attention(query, key, value, bias=bias, options=Attention(0.3))
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    def second():
+        gradients = jax.grad(loss, argnums=range(4))
+        of_gradients = lambda *args: sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in gradients(*args))
+        reverse = lambda *args: jax.grad(of_gradients, argnums=range(4))(*args)
+        forward = lambda *args: jax.jvp(gradients, args, args)[1]
+        return jax.jit(reverse)(*operands), jax.jit(forward)(*operands)
+
+    whole = jax.tree.leaves(second())
+    monkeypatch.setattr(reference, "LOGITS_PER_BLOCK", B * H * K * 20)
+    for got, expected in zip(jax.tree.leaves(second()), whole, strict=True):
+        assert testing.relative_error(*(x.astype(jnp.float32) for x in (got, expected))) < 2**-5  # of gradients in bf16
+
+
 def test_rows_per_block():
     assert reference.rows_per_block(1, 1, 4096, 4096) == 4096  # 2^24 logits
     assert reference.rows_per_block(1, 1, 8192, 8192) == 2048

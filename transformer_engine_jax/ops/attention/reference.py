@@ -118,7 +118,7 @@ def _value(x, wide):
     return x
 
 
-_value.defjvp(lambda primals, tangents: (primals[0], tangents[1].astype(primals[0].dtype)))
+_value.defjvp(lambda primals, tangents: (_value(*primals), tangents[1].astype(primals[0].dtype)))
 
 
 def _with_gradients_of(x, wide) -> jax.Array:
