@@ -7,6 +7,7 @@ from emulated import normal
 from hopper import choose_as_on_hopper
 
 import transformer_engine_jax as te
+from transformer_engine_jax import testing
 from transformer_engine_jax.ops.attention import (
     Attention,
     SequenceDescriptor,
@@ -17,7 +18,6 @@ from transformer_engine_jax.ops.attention import (
 )
 from transformer_engine_jax.ops.attention.flash_qkv import qkv_attention
 from transformer_engine_jax.recipe import DelayedScaling
-from transformer_engine_jax.testing import relative_error
 
 OF_ALL = 2**31 + 2**27 if jax.default_backend() == "gpu" else 2**17  # entries
 SEQ, HEADS, SIZE = (1024, 16, 128) if jax.default_backend() == "gpu" else (32, 2, 16)
@@ -63,7 +63,7 @@ def check_each_is_as_alone(op, operands) -> None:
         at = slice(example, example + 1)
         alone = step(*(x[at] for x in operands))
         for got, expected in zip(jax.tree.leaves(whole), jax.tree.leaves(alone), strict=True):
-            assert relative_error(got[at].astype(jnp.float32), expected.astype(jnp.float32)) < 2**-6  # of bf16
+            assert testing.relative_error(got[at].astype(jnp.float32), expected.astype(jnp.float32)) < 2**-6  # of bf16
 
 
 @pytest.mark.parametrize("op", [plain, packed, of_lengths, in_fp8])
@@ -113,9 +113,39 @@ def test_what_cudnn_counts(sizes, call, backend, monkeypatch):
 
 
 @pytest.mark.usefixtures("on_hopper")
+def test_explicit_axes_tell_what_is_on_a_device():
+    query, key = jax.ShapeDtypeStruct((2**11, 1024, 16, 128), jnp.bfloat16), jax.random.key(0)
+    mesh = testing.mesh_of((2, 2), ("data", "tensor"), explicit=True)
+    for spec, backend in ((jax.P("data", None, "tensor"), "cudnn"), (jax.P(), "reference")):
+        placed = jax.ShapeDtypeStruct(query.shape, query.dtype, sharding=jax.NamedSharding(mesh, spec))
+        with testing.on_mesh(mesh):
+            assert backends.attention_backend(CAUSAL, placed, placed, placed, dropout_key=key)[0] == backend
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_jaxs_call_takes_no_parts(monkeypatch):
+    """Which is what computes heads that groups do not divide over."""
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    for groups, backend in ((8, "cudnn"), (4, "reference")):
+        query, key = (jax.ShapeDtypeStruct((2**14, 1024, heads, 128), jnp.bfloat16) for heads in (16, groups))
+        assert cudnn._has_handlers(CAUSAL, query, key) == (backend == "cudnn")
+        assert backends.attention_backend(CAUSAL, query, key, key)[0] == backend
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_heads_are_counted_as_wide_as_kernels_have_them():
+    for size, backend in ((112, "cudnn"), (120, "reference")):
+        query = jax.ShapeDtypeStruct((1, 2**20, 16, size), jnp.bfloat16)
+        assert backends.attention_backend(CAUSAL, query, query, query)[0] == backend
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_where_one_array_is_too_large_its_parts_may_not_be():
     for tokens, reads in ((2**18, True), (2**19, False)):  # 2^31 of 16 heads of 128 are 2^20 tokens
         assert cudnn.reads_qkv(CAUSAL, jax.ShapeDtypeStruct((8, tokens, 16, 128), jnp.bfloat16)) == reads
+    for dropout, reads in ((0.0, True), (0.1, False)):  # whose masks can't be drawn in parts
+        options = CAUSAL._replace(dropout=dropout)
+        assert cudnn.reads_qkv(options, jax.ShapeDtypeStruct((800, 1024, 16, 128), jnp.bfloat16)) == reads
 
 
 def test_examples_go_together_as_the_handlers_take_them():

@@ -6,11 +6,14 @@ import functools
 import math
 import warnings
 
+import jax
+
 from transformer_engine_jax.decisions import compute_capabilities, platform, shards
 from transformer_engine_jax.ops.attention.flash import MOST_ENTRIES, MOST_HEAD_SIZE, Flash, missing, on_hopper
 from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packs
 from transformer_engine_jax.ops.attention.options import Attention
 from transformer_engine_jax.ops.attention.sequences import SequenceDescriptor
+from transformer_engine_jax.partition import names_of
 from transformer_engine_jax.tracing import level_of_user
 
 # A mask reaches cuDNN as a bias [B or 1, H or 1, Q, K]. Beyond this many bytes the blocks of the reference are the
@@ -99,10 +102,13 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     sinks = whole or (bias is None and as_packed(options, query, key, value, **given))
     yield offset and not sinks, f"cuDNN's {options.softmax_type} softmax has no masks, biases or sequences like these"
     yield options.score_mod is not None, "JAX's cuDNN call has no score_mod"
-    large = too_large(query, *(n * heads * size for n in (q_len, k_len)))
+    wide = -(-size // PACKED_SIZES) * PACKED_SIZES
+    large = too_large(query, *(n * heads * wide for n in (q_len, k_len)))
     yield "example" in large, TOO_LARGE
-    ours = form != "mask" and bias is None and size <= MOST_HEAD_SIZE and not missing() and on_hopper()
-    in_parts = (form == "packed" or ours) and dropout_key is None and context_parallel is None
+    able = size <= MOST_HEAD_SIZE and not missing() and on_hopper()
+    ours = form != "mask" and bias is None and able and Flash.of(options, query, key).repeats == 1
+    packed = as_packed(options, query, key, value, **given)
+    in_parts = (packed or ours) and dropout_key is None and context_parallel is None
     yield "batch" in large and not in_parts, TOO_MANY
     if dropout_key is not None:
         described = form not in ("plain", "lengths") or bias is not None or offset
@@ -145,11 +151,16 @@ def too_large(query, *entries: int) -> set[str]:
 
     entries: of an example of query [B, ..] or of other arrays like it.
     """
-    batch, devices = query.shape[0], shards(query)
+    batch, sharding = query.shape[0], jax.typeof(query).sharding
     if not all(isinstance(n, int) for n in (batch, *entries)):
         return set()
+    if sharding.mesh.empty or sharding.mesh.auto_axes:
+        devices = of_batch = shards(query)
+    else:  # explicit axes tell
+        of_axes = [math.prod(sharding.mesh.shape[name] for name in names_of(entry)) for entry in sharding.spec]
+        devices, of_batch = math.prod(of_axes), of_axes[0]
     on_device = batch * max(entries) // devices
-    sizes = {"batch": on_device, "example": on_device // max(batch // devices, 1)}
+    sizes = {"batch": on_device, "example": on_device // max(batch // of_batch, 1)}
     return {what for what, n in sizes.items() if n > MOST_ENTRIES}
 
 

@@ -111,7 +111,8 @@ def reads_qkv(options: Attention, query) -> bool:
     options.check()
     plain = options.softmax_type == "vanilla" and visibility_form(options, *2 * query.shape[1:2], None, None) == "plain"
     fits = plain and query.shape[-1] % 8 == 0 and _has_handlers(options, query, query)
-    if not fits or "example" in too_large(query, 3 * math.prod(query.shape[1:])):
+    whole = {"example", "batch"} if options.dropout else {"example"}  # its masks can't be drawn in parts
+    if not fits or whole & too_large(query, 3 * math.prod(query.shape[1:])):
         return False
     return attention_backend(options, query, query, query)[0] == "cudnn"
 
