@@ -308,7 +308,7 @@ def of_long(examples_and_heads: tuple[int, int]) -> jax.ShapeDtypeStruct:
         ({"q": 2**15, "k": 2**14}, {}, {"mask": of_long((B, 1))}, r"only as a mask, of 3.0 GiB"),
         ({"q": 2**15, "k": 2**14}, {}, {"mask": of_long((1, H))}, r"only as a mask, of 4.0 GiB"),
         ({}, {}, {"sequence_descriptor": packed(), "bias": BIAS}, "no bias for packed sequences"),
-        ({"q": 2**24}, {}, {"sequence_descriptor": packed()}, "has all that is asked for"),
+        ({"q": 2**23}, {}, {"sequence_descriptor": packed()}, "has all that is asked for"),
         ({"q": K}, {}, {"sequence_descriptor": IDS}, "has all that is asked for, but is told segment ids as a mask"),
     ],
 )  # fmt: skip

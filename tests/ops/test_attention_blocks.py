@@ -9,7 +9,13 @@ import pytest
 from emulated import F32, normal
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.attention import Attention, SequenceDescriptor, dot_product_attention, reference
+from transformer_engine_jax.ops.attention import (
+    Attention,
+    SequenceDescriptor,
+    backends,
+    dot_product_attention,
+    reference,
+)
 
 B, Q, K, H, G, D = 2, 50, 40, 4, 2, 8
 QUERY, KEY, VALUE, DY = normal(3, (B, Q, H, D), (B, K, G, D), (B, K, G, D), (B, Q, H, D))
@@ -57,6 +63,7 @@ def test_blocks_are_the_whole(case, monkeypatch):
 
 def test_gradients_of_what_blocks_share_are_added_up_in_f32(monkeypatch):
     """Of many blocks in bf16, of which each adds little to the gradients of keys, values and a bias of keys."""
+    monkeypatch.setattr(backends, "platform", lambda: "cpu")  # cuDNN is the choice in 16 bits
     monkeypatch.setattr(reference, "LOGITS_PER_BLOCK", 1)
     query, key, value, bias = normal(5, (1, 4096, 1, D), (1, 8, 1, D), (1, 8, 1, D), (1, 1, 1, 8))
     dy = np.abs(query) + 1  # of one sign
@@ -75,6 +82,7 @@ def test_gradients_of_what_blocks_share_are_added_up_in_f32(monkeypatch):
 
 def test_second_derivatives_in_16_bits_are_those_of_the_whole(monkeypatch):
     """Of what blocks share, whose gradients have a way of their own."""
+    monkeypatch.setattr(backends, "platform", lambda: "cpu")
     operands = [jnp.asarray(x, jnp.bfloat16) for x in (QUERY, KEY, VALUE, BIAS[:, :, :1])]
 
     def loss(query, key, value, bias):
