@@ -130,8 +130,6 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         return
     known = all(isinstance(n, int) for n in (batch, q_len, k_len))
     yield not known and (form == "mask" or bias is not None), "sizes of masks and biases are known at run time only"
-    odd = bias is not None and form == "lengths" and bool(q_len % 2 or k_len % 2)
-    yield odd, f"cuDNN's biases of sequences of some lengths need even rows, not of {q_len} and {k_len}"
     if form == "mask":
         shared = sequences is None and (mask is None or mask.shape[0] == 1)
         entries = (1 if shared else batch) * (1 if mask is None else mask.shape[1]) * q_len * k_len

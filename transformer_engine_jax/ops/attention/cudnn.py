@@ -67,10 +67,9 @@ def cudnn_attention(
         return _with_offset(options, query, key, value, softmax_offset)[..., :v_size]
     if bias is not None:
         bias = _placed(None, query, _bias(options, bias, query, key))
-    odd = bias is not None and (query.shape[1] % 2 or key.shape[1] % 2)
-    if form == "plain" and not odd:
+    if form == "plain":
         out = _call(options, query, key, value, bias, dropout_key, quantizers)
-    elif form in ("plain", "mask"):
+    elif form == "mask":
         out = _masked(options, query, key, value, bias, queries, keys, mask)
     else:
         out = _by_lengths(options, query, key, value, bias, dropout_key, quantizers, sequence_descriptor)
@@ -90,16 +89,24 @@ def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, 
         return fp8_attention(options, query, key, value, quantizers, **lengths)
     if dropout_key is not None or (bias is None and _has_handlers(options, query, key)):
         return flash_attention(options, query, key, value, dropout_key, **lengths)
-    query, key, value = _sharded_alike(query, key, value)
     left, _ = options.reach
-    return jax.nn.dot_product_attention(
-        query, key, value, bias,
-        scale=options.scale,
-        is_causal=options.causal,
-        local_window_size=None if left < 0 else (left, 0),
-        implementation="cudnn",
-        **lengths,
-    )  # fmt: skip
+    window = None if left < 0 else (left, 0)
+    told = dict(scale=options.scale, is_causal=options.causal, local_window_size=window, **lengths)
+    return _by_jax(*_sharded_alike(query, key, value), bias, **told)
+
+
+def _by_jax(query, key, value, bias=None, mask=None, **told) -> jax.Array:
+    """JAX's call, whose gradients need even lengths: odd ones get one more query, and one more key, which none sees."""
+    q_len, k_len = query.shape[1], key.shape[1]
+    more = {n for n in (q_len, k_len) if isinstance(n, int) and n % 2}
+    if more and mask is None and "query_seq_lengths" not in told:
+        for name, n in dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len).items():
+            told[name] = _lengths_as_query(query, jnp.full((query.shape[0], 1), n, jnp.int32))
+    query, key, value = (filled(x, {1: int(x.shape[1] in more)}) for x in (query, key, value))
+    of_both = {2: int(q_len in more), 3: int(k_len in more)}
+    bias, mask = (None if x is None else filled(x, of_both) for x in (bias, mask))
+    out = jax.nn.dot_product_attention(query, key, value, bias, mask, implementation="cudnn", **told)
+    return out[:, :q_len]
 
 
 def reads_qkv(options: Attention, query) -> bool:
@@ -127,15 +134,11 @@ def _masked(options: Attention, query, key, value, bias, queries: Places, keys: 
     query, key, value = _sharded_alike(query, key, value)
     q_len, k_len = query.shape[1], key.shape[1]
     seen = visible(options, queries, keys, mask)
-    seen = jnp.ones((1, 1, 1, 1), bool) if seen is None else seen
     seen = _as_query(query, jnp.broadcast_to(seen, (*seen.shape[:2], q_len, k_len)))
     # To cuDNN a mask is a large negative bias: where nothing is seen, all is seen alike.
     some = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]  # [B or 1, Q, H or 1, 1]
-    # Gradients of its masks and biases need even lengths: one more query, and one more key, which nobody sees.
-    query, key, value = (filled(x, {1: x.shape[1] % 2}) for x in (query, key, value))
-    bias, seen = (None if x is None else filled(x, {2: q_len % 2, 3: k_len % 2}) for x in (bias, seen))
-    out = jax.nn.dot_product_attention(query, key, value, bias, seen, scale=options.scale, implementation="cudnn")
-    return jnp.where(some, out[:, :q_len], jnp.zeros((), out.dtype))
+    out = _by_jax(query, key, value, bias, seen, scale=options.scale)
+    return jnp.where(some, out, jnp.zeros((), out.dtype))
 
 
 def _by_lengths(
@@ -147,7 +150,7 @@ def _by_lengths(
     query, key, value = only(covered, query), only(read, key), only(read, value)
     # JAX's call: lengths are sharded as queries are; and at least one token of each, as statistics of no token are not
     # finite. What is too much is hidden below.
-    q_len, k_len = (_as_query(query, jnp.maximum(x, 1)[:, None, None])[:, 0, 0, 0] for x in (at.q_len, at.k_len))
+    q_len, k_len = (_lengths_as_query(query, jnp.maximum(x, 1)) for x in (at.q_len, at.k_len))
     lengths = dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len)
     return only(covered, _call(options, query, key, value, bias, dropout_key, quantizers, **lengths))
 
@@ -221,6 +224,11 @@ def _as_query(query, x) -> jax.Array:
         return x
     like = jax.lax.stop_gradient(query[: x.shape[0], 0, : x.shape[1], 0])
     return placed_like(like, x)
+
+
+def _lengths_as_query(query, lengths) -> jax.Array:
+    """[B, 1] -> [B], likewise."""
+    return _as_query(query, lengths[:, None, None])[:, 0, 0, 0]
 
 
 def _place_forward(_, query, x):
