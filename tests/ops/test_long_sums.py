@@ -134,6 +134,20 @@ def test_a_kernel_s_gradient_of_tokens_in_two_axes_is_added_up_in_f32(case, dtyp
     assert relative_error(gradient, expected) < float(jnp.finfo(dtype).eps)  # rounded once
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_so_are_those_of_stacked_low_rank_matrices(dtype):
+    """Those of queries, keys and values in one product."""
+    rng = np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((4, 1024, 8), (4, 1024, 3, 8)))
+    ones = jnp.stack(3 * [jnp.eye(8)])
+    gradients = jax.jit(lambda dy: jax.vjp(partial(low_rank, x), jnp.moveaxis(ones, 0, 1), ones)[1](dy))
+    with testing.on_mesh(testing.mesh_of((1,), ("data",))):
+        da, db = gradients(dy)
+    expected = np.tensordot(np.asarray(x, np.float64), np.asarray(dy, np.float64), [(0, 1), (0, 1)])
+    for got in (da, jnp.moveaxis(db, 0, 1)):
+        assert relative_error(got, expected) < float(jnp.finfo(dtype).eps)
+
+
 if __name__ == "__main__":
     for case in CASES:
         print(check(case))
