@@ -18,7 +18,7 @@ from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, too_large, visibility_form
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, filled, widened
-from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper
+from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper, sees_past_keys
 from transformer_engine_jax.ops.attention.flash_cached import cached_attention
 from transformer_engine_jax.ops.attention.flash_packed import PACKED_SIZES, packed_attention
 from transformer_engine_jax.ops.attention.fp8 import fp8_attention
@@ -78,13 +78,15 @@ def cudnn_attention(
 
 def _with_offset(options: Attention, query, key, value, softmax_offset) -> jax.Array:
     if _has_handlers(options, query, key):
-        return flash_attention(options, query, key, value, softmax_offset=softmax_offset)
+        lengths = _ends(options.causal, query, key)
+        return flash_attention(options, query, key, value, softmax_offset=softmax_offset, **lengths)
     query, key, value = _sharded_alike(query, key, value)
     parts = Parts(options.scale, Mask(options.causal, options.reach[0]))
     return attention_of_parts(parts, query, key, value, softmax_offset)
 
 
 def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, **lengths) -> jax.Array:
+    lengths = lengths or _ends(options.causal, query, key)
     if quantizers is not None:
         return fp8_attention(options, query, key, value, quantizers, **lengths)
     if dropout_key is not None or (bias is None and _has_handlers(options, query, key)):
@@ -99,14 +101,22 @@ def _by_jax(query, key, value, bias=None, mask=None, **told) -> jax.Array:
     """JAX's call, whose gradients need even lengths: odd ones get one more query, and one more key, which none sees."""
     q_len, k_len = query.shape[1], key.shape[1]
     more = {n for n in (q_len, k_len) if isinstance(n, int) and n % 2}
-    if more and mask is None and "query_seq_lengths" not in told:
-        for name, n in dict(query_seq_lengths=q_len, key_value_seq_lengths=k_len).items():
-            told[name] = _lengths_as_query(query, jnp.full((query.shape[0], 1), n, jnp.int32))
+    told = {**(_lengths_of(query, key) if more else {}), **told}
     query, key, value = (filled(x, {1: int(x.shape[1] in more)}) for x in (query, key, value))
     of_both = {2: int(q_len in more), 3: int(k_len in more)}
     bias, mask = (None if x is None else filled(x, of_both) for x in (bias, mask))
     out = jax.nn.dot_product_attention(query, key, value, bias, mask, implementation="cudnn", **told)
     return out[:, :q_len]
+
+
+def _ends(causal: bool, query, key) -> dict[str, jax.Array]:
+    """Lengths for calls without, where cuDNN must be told them."""
+    return _lengths_of(query, key) if sees_past_keys(causal, key.shape[1]) else {}
+
+
+def _lengths_of(query, key) -> dict[str, jax.Array]:
+    lengths = (_lengths_as_query(query, jnp.full((x.shape[0], 1), x.shape[1], jnp.int32)) for x in (query, key))
+    return dict(zip(("query_seq_lengths", "key_value_seq_lengths"), lengths))
 
 
 def reads_qkv(options: Attention, query) -> bool:
@@ -120,6 +130,8 @@ def reads_qkv(options: Attention, query) -> bool:
     fits = plain and query.shape[-1] % 8 == 0 and _has_handlers(options, query, query)
     whole = {"example", "batch"} if options.dropout else {"example"}  # its masks can't be drawn in parts
     if not fits or whole & too_large(query, 3 * math.prod(query.shape[1:])):
+        return False
+    if sees_past_keys(options.causal, query.shape[1]):  # that takes no lengths
         return False
     return attention_backend(options, query, query, query)[0] == "cudnn"
 
@@ -137,7 +149,7 @@ def _masked(options: Attention, query, key, value, bias, queries: Places, keys: 
     seen = _as_query(query, jnp.broadcast_to(seen, (*seen.shape[:2], q_len, k_len)))
     # To cuDNN a mask is a large negative bias: where nothing is seen, all is seen alike.
     some = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]  # [B or 1, Q, H or 1, 1]
-    out = _by_jax(query, key, value, bias, seen, scale=options.scale)
+    out = _by_jax(query, key, value, bias, seen, scale=options.scale, **_ends(False, query, key))
     return jnp.where(some, out, jnp.zeros((), out.dtype))
 
 

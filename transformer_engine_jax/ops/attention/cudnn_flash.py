@@ -32,7 +32,7 @@ def flash_attention(
     """[B, Q, H, D] of query [B, Q, H, D], key and value [B, K, G, D], with a head size that is a multiple of 8.
 
     dropout_key: of jax.random; None is no dropout. softmax_offset: [H] one more logit of each head, or None; only
-    without lengths. Lengths: i32[B] tokens of each sequence, or None.
+    without lengths, but for those of the arrays. Lengths: i32[B] tokens of each sequence, or None.
     """
     static, seed = with_seed(Flash.of(options, query, key), options, dropout_key)
     return _attention(static, query, key, value, softmax_offset, seed, query_seq_lengths, key_value_seq_lengths)

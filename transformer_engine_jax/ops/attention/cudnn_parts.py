@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
-from transformer_engine_jax.ops.attention.flash import by_group, offset_gradient
+from transformer_engine_jax.ops.attention.flash import by_group, offset_gradient, sees_past_keys
 from transformer_engine_jax.ops.attention.flash_packed import (
     PACKED_SIZES,
     attention_packed_bwd,
@@ -269,15 +269,19 @@ def _call(scale: float, mask: Mask, query, key, value):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     absent = jnp.zeros((0,), query.dtype)
+    lengths, mask_type = [absent, absent], cudnn.MaskType.CAUSAL if mask.causal else cudnn.MaskType.NO_MASK
+    if sees_past_keys(mask.causal, key.shape[1]):
+        lengths = [jnp.full(x.shape[:1], x.shape[1], jnp.int32) for x in (query, key)]
+        mask_type = cudnn.MaskType.PADDING
     static = dict(
         scale=scale,
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
-        mask_type=cudnn.MaskType.CAUSAL if mask.causal else cudnn.MaskType.NO_MASK,
+        mask_type=mask_type,
         layout=cudnn.AttentionLayout.BTNH.value,
         sliding_window_length=None if mask.left < 0 else mask.left + 1,
     )
     if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd).parameters:
         static["score_mod"] = None
-    return cudnn, (query, key, value, *[absent] * 7), static
+    return cudnn, (query, key, value, absent, *lengths, *[absent] * 4), static
