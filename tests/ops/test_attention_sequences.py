@@ -112,6 +112,18 @@ def test_bottom_right_counts_from_where_a_mask_ends():
     testing.assert_close([got[0], *got[1](dy)], [expected[0], *expected[1](dy)], F32)
 
 
+def test_bottom_right_counts_from_the_last_position_that_is_given():
+    """Of queries that are the last tokens of a sequence, and say so, each sees the keys up to itself."""
+    ids, positions = jnp.ones((B, S), jnp.int32), jnp.zeros((B, S), jnp.int32) + jnp.arange(S, dtype=jnp.int32)
+    rows = slice(S - 4, S, 3)  # some are left out
+    given = (ids[:, rows], ids), (positions[:, rows], positions)
+    sequences = SequenceDescriptor.from_segment_ids_and_pos(*given)
+    run = lambda query, **given: dot_product_attention(
+        query, KEY, VALUE, options=Attention(0.3, causal=True, bottom_right=True, window=(5, 0)), **given
+    )
+    testing.assert_close(run(QUERY[:, rows], sequence_descriptor=sequences), run(QUERY)[:, rows], F32)
+
+
 @pytest.mark.parametrize("of", ["keys", "queries"])
 def test_a_mask_of_one_side_does_not_tell_where_the_other_ends(of):
     """So bottom_right is that of the arrays: queries and keys of one sequence stay where they are."""

@@ -209,7 +209,7 @@ def places(sequences: SequenceDescriptor | None, q_len: int, k_len: int, options
             place, length = Places(jnp.arange(size, dtype=jnp.int32)[None]), size
         elif sequences.segment_ids is not None:
             place = _from_ids(of_side(sequences.segment_ids), of_side(sequences.segment_pos))
-            length = _sizes(place.segment) if options.bottom_right else 0
+            length = _ends(place.segment, of_side(sequences.segment_pos)) if options.bottom_right else 0
         else:
             at = starts_and_lengths(of_side(sequences.seqlens), of_side(sequences.seq_offsets))
             place, length = places_of(*at, size)
@@ -373,14 +373,16 @@ def _from_ids(ids, positions) -> Places:
     return Places(positions, ids)
 
 
-def _sizes(ids) -> jax.Array:
-    """i32[B, S]: how many tokens of the row have this token's id, wherever they are."""
+def _ends(ids, positions) -> jax.Array:
+    """i32[B, S]: the position behind the last token of the row with this token's id, or without positions how many
+    there are, wherever they are."""
     # Sorted, they are runs; comparing all with all would take memory that grows with the square of the length.
     token = jnp.zeros_like(ids) + jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    ordered, origin = jax.lax.sort((ids, token), dimension=1, num_keys=1)
-    ends = ids.shape[1] - jnp.flip(_run_starts(jnp.flip(ordered, 1)), 1)
-    _, sizes = jax.lax.sort((origin, ends - _run_starts(ordered)), dimension=1, num_keys=1)
-    return sizes
+    given = (ids, token) if positions is None else (ids, positions, token)
+    ordered, *last, origin = jax.lax.sort(given, dimension=1, num_keys=2)
+    behind = ids.shape[1] - jnp.flip(_run_starts(jnp.flip(ordered, 1)), 1)
+    ends = 1 + jnp.take_along_axis(last[0], behind - 1, axis=1) if last else behind - _run_starts(ordered)
+    return jax.lax.sort((origin, ends), dimension=1, num_keys=1)[1]
 
 
 def visible(options: Attention, queries: Places, keys: Places, mask: jax.Array | None) -> jax.Array | None:
