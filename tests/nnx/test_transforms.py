@@ -160,6 +160,23 @@ def test_split_and_merge_in_a_plain_jax_step():
     assert all((s.amax_history > 0).sum() == 1 for s in states(model).values())
 
 
+@pytest.mark.parametrize("kind", [dict(ref=True), dict(hijax=True)], ids=["ref", "hijax"])
+def test_variables_may_be_of_flaxs_other_kinds(kind):
+    """References are changed in place, in a plain jit too; of variables in JAX's types a call reads the state."""
+    model = twins.make(Layer)
+    with nnx.var_defaults(**kind):
+        other = twins.make(Layer)
+    with steps.autocast(DELAYED):
+        expected = model(X)[0]
+        testing.assert_close(other(X)[0], expected, 4 * F32)
+        testing.assert_close(jax.jit(lambda model: model(X)[0])(other), expected, 4 * F32)
+        grads = nnx.grad(loss_fn, argnums=WITH_STATE)(model)
+    if "ref" in kind:
+        jax.jit(lambda model, grads: te_nnx.update_state(model, grads))(other, grads)
+        te_nnx.update_state(model, grads)
+    testing.assert_same_bytes(other.gemm_1_state.states, model.gemm_1_state.states)
+
+
 # --- A module used more than once, stacked layers --------------------------------------------------------------------
 
 

@@ -55,6 +55,8 @@ class Fp8State(nnx.Variable):
         return states if isinstance(self.get_value(), QuantizerStates) else states.packed
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("states", "holding"):  # Flax's HijaxVariable comes here for all that is ours
+            return object.__getattribute__(self, name)
         ours = name in _TENSORS and self.states is not None
         return getattr(self.states, name) if ours else super().__getattr__(name)
 
@@ -98,11 +100,12 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
             "update_state: grads: expected the FP8 state among the gradients, got none; "
             "differentiate with argnums=nnx.DiffState(0, te_nnx.TRAINED)"
         )
-    flat, own = dict(nnx.to_flat_state(new)), dict(nnx.to_flat_state(nnx.state(model, Fp8State)))
-    for path, variable in flat.items():  # a set of paths has an order of its own in each process, and so the program
-        if path in own and (states := variable.states) is not None:
-            flat[path] = variable.replace(variable.holding(states.or_where_unused(own[path].states)))
-    nnx.update(model, nnx.from_flat_state(flat))
+    own, values = dict(nnx.to_flat_state(nnx.state(model, Fp8State))), {}
+    for path, variable in nnx.to_flat_state(new):  # values, as nnx.Optimizer gives them, which go into references too
+        states = variable.states if path in own else None
+        kept = None if states is None else variable.holding(states.or_where_unused(own[path].states))
+        values[path] = variable.get_value() if states is None else kept
+    nnx.update(model, nnx.from_flat_state(values))
     return nnx.state(grads, nnx.Not(_OVERWRITTEN))
 
 
