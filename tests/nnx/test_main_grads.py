@@ -46,6 +46,28 @@ class Shared(nnx.Module):
         return self.layer(jnp.sin(self.layer(x)))
 
 
+class Tied(nnx.Module):
+    """Two products of one kernel, which has a third name and use."""
+
+    def __init__(self, rngs):
+        self.first, self.second = (te_nnx.DenseGeneral(32, 32, rngs=rngs) for _ in range(2))
+        self.second.kernel = self.first.kernel
+        self.a_kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.second(jnp.sin(self.first(x))) + self.a_kernel[2]
+
+
+class Penalised(nnx.Module):
+    """As a loss with a penalty of a kernel's norm."""
+
+    def __init__(self, rngs):
+        self.layer = te_nnx.DenseGeneral(32, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x) + jnp.sum(self.layer.kernel[...] ** 2)
+
+
 # name -> (what makes it, how many kernels have buffers)
 MODELS = {
     "dense, LoRA": (partial(te_nnx.DenseGeneral, 32, (2, 24), **LORA), 1),
@@ -56,6 +78,8 @@ MODELS = {
     "layer, grouped": (partial(LAYER, num_gqa_groups=1, use_bias=True), 5),
     "stacked": (Stack, 2),
     "used twice": (Shared, 1),
+    "tied": (Tied, 1),
+    "penalised": (Penalised, 1),
 }
 
 
@@ -101,7 +125,7 @@ def test_kernels_get_buffers_and_lose_them(name):
     assert len(buffers) == count
     for path, buffer in buffers:
         value = buffer.get_value()
-        kernel = params[(*path[:-1], path[-1].removesuffix("_main_grad"))]
+        kernel = params.get((*path[:-1], path[-1].removesuffix("_main_grad")), params.get(("a_kernel",)))
         assert value.shape == kernel.get_value().shape and value.dtype == jnp.float32 and not value.any()
     te_nnx.take_main_grads(model, nnx.state(model, nnx.Param))
     assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(before)
