@@ -71,6 +71,10 @@ def test_a_cache_has_the_dtype_asked_for_and_is_of_decoding_alone():
     model.init_cache(X.shape, jnp.bfloat16)
     assert model.attention.cached_key.dtype == model.attention.cached_value.dtype == jnp.bfloat16
     testing.assert_same_bytes(model(X[:, :5]), expected)
+    nnx.pop(model, nnx.Cache)
+    testing.assert_same_bytes(model(X[:, :5]), expected)
+    with pytest.raises(ValueError, match="needs a KV cache; call init_cache"):
+        model(X[:, :5], decode=True)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

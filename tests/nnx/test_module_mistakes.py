@@ -150,3 +150,18 @@ def test_states_of_vmapped_gradients_are_refused():
         grads = nnx.vmap(of_trained, in_axes=(None, 0))(model, X)
     with pytest.raises(ValueError, match=r"expected one with the leading axes \[\] of the model's, got \[4\]; a vmap"):
         te_nnx.update_state(model, grads)
+
+
+def test_gradients_that_are_not_the_models_are_refused():
+    model = te_nnx.DenseGeneral(K, 8, rngs=nnx.Rngs(0))
+    with te.autocast(True):
+        both = nnx.value_and_grad(lambda m: jnp.sum(m(X)), argnums=nnx.DiffState(0, te_nnx.TRAINED))(model)
+    with pytest.raises(ValueError, match=r"expected those of the model, got \['1.gemm_state'\] .* a tuple of 2"):
+        te_nnx.update_state(model, both)
+    with pytest.raises(ValueError, match=r"got \['gemm_state'\] that it has not"):
+        te_nnx.update_state(te_nnx.LayerNormMLP(K, rngs=nnx.Rngs(0)), both[1])
+
+
+def test_states_are_made_for_recipes_alone():
+    with pytest.raises(TypeError, match="init_fp8_state: recipe: expected an instance of a recipe .*, got <class"):
+        te_nnx.init_fp8_state(te_nnx.DenseGeneral(K, 8, rngs=nnx.Rngs(0)), recipe.DelayedScaling)

@@ -141,6 +141,20 @@ def test_state_of_another_recipe_keeps_its_amaxes():
         assert testing.relative_error(model(X)[0], exact) < 0.1
 
 
+@pytest.mark.parametrize("make", [Layer, lambda rngs: make_layers()], ids=["one", "stacked"])
+def test_states_that_were_popped_are_made_anew(make):
+    model, rec = twins.make(make), recipe.DelayedScaling(amax_history_len=4, fp8_dpa=True)
+    te_nnx.init_fp8_state(model, rec)
+    call = (lambda: model(X)[0]) if make is Layer else (lambda: scanned(model, X))
+    exact, before = call(), nnx.state(model)
+    nnx.pop(model, te_nnx.Fp8State)
+    np.testing.assert_array_equal(call(), exact)
+    with steps.autocast(rec), pytest.raises(ValueError, match=r"got none; .* call te_nnx.init_fp8_state"):
+        call()
+    te_nnx.init_fp8_state(model, rec)
+    testing.assert_same_bytes(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(before))
+
+
 def test_split_and_merge_in_a_plain_jax_step():
     model = twins.make(Layer)
     graph, params, fp8, rest = nnx.split(model, nnx.Param, te_nnx.Fp8State, ...)

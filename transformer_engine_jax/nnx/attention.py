@@ -203,7 +203,7 @@ class MultiHeadAttention(Fp8Module):
 
     def _place(self) -> jax.Array:
         """The place in the cache of the next token."""
-        if self.cache_index is None:
+        if getattr(self, "cache_index", None) is None:  # not there after nnx.pop
             raise ValueError(
                 "MultiHeadAttention: decode=True needs a KV cache; call init_cache(input_shape), of the greatest "
                 "length, before the first token"

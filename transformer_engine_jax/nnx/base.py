@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
 import flax.core
 import flax.linen as nn
@@ -91,6 +91,8 @@ class helper:
 class Fp8Module(nnx.Module):
     """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8State."""
 
+    FP8_STATES: ClassVar[dict[str, type[QuantizerStates]]] = {}  # of a subclass: its states' names and kinds
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -152,10 +154,14 @@ class Fp8Module(nnx.Module):
         wanted = current().recipe is not None and current().recipe.fp8_dpa
         self.attention_state = Fp8State.create(AttentionState, recipe_of_state()) if wanted else nnx.data(None)
 
+    def stacked_axes(self) -> tuple[int, ...] | None:
+        """The leading axes of stacked layers, as its kernel has them; None without one."""
+        return None
+
     @helper
     def state_in_use(self, name: str, needed: bool) -> QuantizerStates | None:
         """The state `name`, or None; ValueError where the recipe in force needs it and it does not fit."""
-        variable: Fp8State | None = getattr(self, name)
+        variable: Fp8State | None = getattr(self, name, None)  # not there after nnx.pop
         state = None if variable is None else variable.states
         if needed:
             expected = [current().recipe.amax_history_len]

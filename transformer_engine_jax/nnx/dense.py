@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -25,11 +25,14 @@ from transformer_engine_jax.modules.dense import (
     split_sizes,
 )
 from transformer_engine_jax.nnx.base import Fp8Module, array, helper, module
+from transformer_engine_jax.quantized import GemmState
 
 
 @module
 class _Dense(Fp8Module):
     """Fields and parameters of a dense product."""
+
+    FP8_STATES: ClassVar = {"gemm_state": GemmState}
 
     in_features: int | Sequence[int]
     features: int | Sequence[int]
@@ -66,6 +69,10 @@ class _Dense(Fp8Module):
         if self.enable_low_rank_adaptation:
             self.make_low_rank(inputs, features, dtype, rngs)
         self.make_fp8_state("gemm")
+
+    def stacked_axes(self) -> tuple[int, ...]:
+        own = len(canonical_tuple(self.in_features)) + len(canonical_tuple(self.features))
+        return getattr(self, f"{next(iter(self._parts()))}kernel").shape[:-own]
 
     def _parts(self) -> dict[str, int]:
         return split_sizes(type(self).__name__, self.parameters_split, canonical_tuple(self.features)[0])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 
 from transformer_engine_jax.flax.dot_general import quantized_dot_general, quantized_einsum
 from transformer_engine_jax.nnx.base import Fp8Module, module
+from transformer_engine_jax.quantized import GemmState
 from transformer_engine_jax.quantizers import GemmQuantizers, keep, under
 from transformer_engine_jax.recipe import Recipe
 
@@ -17,6 +20,8 @@ class DotGeneral(Fp8Module):
     quantization_recipe: None means that of the autocast in force. quantization_checkpoint_name: a name that checkpoint
     policies see on what is quantized.
     """
+
+    FP8_STATES: ClassVar = {"gemm_state": GemmState}
 
     quantization_recipe: Recipe | None = None
     quantization_checkpoint_name: str | None = None

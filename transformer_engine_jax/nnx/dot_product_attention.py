@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from flax import nnx
 from transformer_engine_jax import flax as linen
 from transformer_engine_jax.flax.base import STATE_COLLECTION
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, helper, make_dropout, module
+from transformer_engine_jax.quantized import AttentionState
 from transformer_engine_jax.quantizers import needs_attention_state
 
 
@@ -23,6 +25,8 @@ class DotProductAttention(Fp8Module):
     Fields, arguments and the param `softmax_offset` of softmax_type="learnable" are those of the Linen module; rngs is
     needed for attention_dropout only. Its FP8 state is there where it is made under a recipe with fp8_dpa.
     """
+
+    FP8_STATES: ClassVar = {"attention_state": AttentionState}
 
     head_dim: int
     num_attention_heads: int

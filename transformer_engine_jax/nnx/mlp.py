@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -17,6 +17,7 @@ from transformer_engine_jax.modules.mlp import MlpParameters, run_mlp
 from transformer_engine_jax.nnx.base import Fp8Module, array, dropping, helper, make_dropout, module
 from transformer_engine_jax.ops.activation import fused_activation
 from transformer_engine_jax.ops.dropout import Residual, drop
+from transformer_engine_jax.quantized import GemmState
 
 
 @module
@@ -32,6 +33,8 @@ class LayerNormMLP(Fp8Module):
     policies. With intermediate dropout, LoRA, return_layernorm_output (without a norm it is x) or activations without a
     kernel (see te.activation) the stages run one by one, else fused. Other fields are the Linen module's.
     """
+
+    FP8_STATES: ClassVar = {"gemm_1_state": GemmState, "gemm_2_state": GemmState}
 
     in_features: int
     _: KW_ONLY
@@ -82,6 +85,9 @@ class LayerNormMLP(Fp8Module):
         self._make_products(kernel_init or default_kernel_init, bias_init, rngs)
         dims, name = self.intermediate_hidden_dropout_dims, self.intermediate_dropout_rng_name
         self.dropout = make_dropout(self.intermediate_dropout_rate, dims, name, rngs)
+
+    def stacked_axes(self) -> tuple[int, ...]:
+        return self.wo_kernel.shape[:-2]
 
     def _check(self) -> None:
         check_rate(self, "intermediate_dropout_rate")

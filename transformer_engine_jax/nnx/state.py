@@ -92,17 +92,24 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
       grads of parameters alone; what nnx.Optimizer.update and gradient norms take.
 
     Raises:
-      ValueError: the model has FP8 state and grads has not, or one with other leading axes, as of vmapped gradients.
+      ValueError: the model has FP8 state and grads has not, or that of another model, or one with other leading axes,
+        as of vmapped gradients.
     """
-    new = nnx.state(grads, _OVERWRITTEN)
-    if not new and nnx.state(model, _OVERWRITTEN):
+    new, own = (dict(nnx.to_flat_state(nnx.state(x, _OVERWRITTEN))) for x in (grads, model))
+    if not new and own:
         raise ValueError(
             "update_state: grads: expected the FP8 state among the gradients, got none; "
             "differentiate with argnums=nnx.DiffState(0, te_nnx.TRAINED)"
         )
-    own, values = dict(nnx.to_flat_state(nnx.state(model, Fp8State))), {}
-    for path, variable in nnx.to_flat_state(new):  # values, as nnx.Optimizer gives them, which go into references too
-        states = variable.states if path in own else None
+    if unknown := [".".join(map(str, path)) for path in new if path not in own]:
+        of_several = f", a tuple of {len(grads)}" if isinstance(grads, tuple) else ""
+        raise ValueError(
+            f"update_state: grads: expected those of the model, got {unknown} that it has not{of_several}; of what "
+            "nnx.value_and_grad returns, and of gradients by several argnums, take the model's"
+        )
+    values = {}  # as nnx.Optimizer gives them to nnx.update, which puts them into references too
+    for path, variable in new.items():
+        states = variable.states if isinstance(variable, Fp8State) else None
         kept = None if states is None else variable.holding(states.or_where_unused(own[path].states))
         values[path] = variable.get_value() if states is None else kept
     nnx.update(model, nnx.from_flat_state(values))
@@ -112,25 +119,39 @@ def update_state(model: nnx.Module, grads: Any) -> Any:
 def init_fp8_state(model: nnx.Module, recipe: Recipe | None = None) -> None:
     """Makes all FP8 state of the model, in place, fit a recipe of another amax_history_len, format or margin.
 
-    The newest amaxes stay, and scales follow from them; where there are none yet they stay too. Attention gets its
-    state where the recipe has fp8_dpa and it is not there yet.
+    The newest amaxes stay, and scales follow from them; where there are none yet they stay too. States that are not
+    there, as after nnx.pop(model, te_nnx.Fp8State), start anew, and attention's where the recipe has fp8_dpa.
 
     Args:
       model: any module; stacked layers keep their leading axes.
       recipe: None means the recipe in force, or DelayedScaling().
+
+    Raises:
+      TypeError: something else than a recipe.
     """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"init_fp8_state: recipe: expected an instance of a recipe such as DelayedScaling(), got {recipe!r}"
+        )
     recipe = recipe_of_state(recipe)
     found = list(nnx.iter_graph(model))
     states = {path: v for path, v in found if isinstance(v, Fp8State) and v.states is not None}
     for variable in states.values():
         fitting = variable.states.with_history(recipe.amax_history_len).rescaled(recipe)
         variable.set_value(variable.holding(fitting))
-    for path, node in found if recipe.fp8_dpa else []:
-        if isinstance(node, nnx.Module) and getattr(node, "attention_state", node) is None:
-            node.attention_state = Fp8State.create(AttentionState, recipe, _stacked(path, states))
+    modules = [(path, node) for path, node in found if isinstance(node, nnx.Module)]
+    for kind in (GemmState, AttentionState) if recipe.fp8_dpa else (GemmState,):
+        for path, node in modules:
+            for name in [name for name, its in getattr(node, "FP8_STATES", {}).items() if its is kind]:
+                if getattr(node, name, None) is None:
+                    states[*path, name] = Fp8State.create(kind, recipe, _stacked(path, node, states))
+                    setattr(node, name, states[*path, name])
 
 
-def _stacked(path: tuple, states: dict[tuple, Fp8State]) -> tuple[int, ...]:
-    """The axes of stacked layers: those of the state nearest to a module."""
+def _stacked(path: tuple, node: Any, states: dict[tuple, Fp8State]) -> tuple[int, ...]:
+    """The axes of stacked layers: those of a module's kernel, or else of the state nearest to it."""
+    axes = node.stacked_axes()
+    if axes is not None or not states:
+        return axes or ()
     common = lambda other: next((i for i, (a, b) in enumerate(zip(path, other)) if a != b), len(path))
-    return states[max(states, key=common)].states.layout[0] if states else ()
+    return states[max(states, key=common)].states.layout[0]

@@ -168,7 +168,9 @@ class TransformerLayer(Fp8Module):
         check_inputs(self, inputs, encoded, of_encoded)
         inputs, common = constrained(self, inputs), dict(decode=decode, deterministic=deterministic)
         attention = self._own_attention()
-        length = attended_length(self, inputs, attention.cached_key if decode else None, max_decode_length)
+        length = attended_length(
+            self, inputs, getattr(attention, "cached_key", None) if decode else None, max_decode_length
+        )
         bias = summed_bias(self._position_bias(length), core_attention_bias)
         attentions = [
             lambda x, residual: attention(
