@@ -306,6 +306,8 @@ def test_on_a_mesh_parameters_are_sharded_and_amaxes_are_of_the_whole():
     with testing.on_mesh(mesh), steps.autocast(DELAYED, mesh_resource=resource):
         sharded = nnx.jit(lambda: Layer(rngs=nnx.Rngs(0, dropout=1)))()
         assert sharded.wi_kernel.get_value().sharding.spec == P(None, None, "model")
+        moments = nnx.state(nnx.Optimizer(sharded, optax.adam(1e-2), wrt=nnx.Param), nnx.PathContains("wi_kernel"))
+        assert [a.sharding.spec for a in jax.tree.leaves(moments)] == [P(None, None, "model")] * 2
         x = testing.shard(mesh, X, P("data"))
         _, (grads, dx_) = twins.step(twins.call, sharded, x)
     testing.assert_close(jax.device_get(dx_), dx, 0.02)
