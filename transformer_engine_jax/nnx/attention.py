@@ -105,6 +105,7 @@ class MultiHeadAttention(Fp8Module):
         for p in others:
             setattr(self, p.name, DenseGeneral(inputs, p.features, **p.product, **p.source, **inits))
         self.core_attention = DotProductAttention(**core_fields(self), rngs=rngs)
+        self.hand_on("score_mod")
         for name in ("query_norm", "key_norm"):
             setattr(self, name, self._make_qk_norm(rngs))
         width = self.num_attention_heads * self.head_dim

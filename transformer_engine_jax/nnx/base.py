@@ -15,6 +15,7 @@ from flax import nnx
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
 from transformer_engine_jax.modules.checks import (
+    canonical_tuple,
     check_axes,
     check_common,
     check_dtypes,
@@ -88,6 +89,18 @@ class helper:
         return self if module is None else partial(self.method, module)
 
 
+@jax.tree_util.register_static
+class _Name(str):
+    """A name that is no leaf of a tree."""
+
+
+def _without_leaves(activation: Any) -> Any:
+    """A name or a function that may stand beside modules, in what is data to NNX."""
+    if isinstance(activation, str):
+        return _Name(activation)
+    return activation if nnx.has_data(activation) or not callable(activation) else jax.tree_util.Partial(activation)
+
+
 class Fp8Module(nnx.Module):
     """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8State."""
 
@@ -97,6 +110,17 @@ class Fp8Module(nnx.Module):
 
         def __getattr__(self, name: str) -> Any:
             """Parameters and states get their names at run time."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("activations", "mlp_activations") and nnx.has_data(value):  # that are modules
+            value = nnx.data(tuple(map(_without_leaves, canonical_tuple(value))))
+        super().__setattr__(name, value)
+
+    def hand_on(self, *names: str) -> None:
+        """Fields that are modules, or have them, become a submodule's alone, as Flax's tree mode wants of variables."""
+        for name in names:
+            if nnx.has_data(getattr(self, name)):
+                setattr(self, name, nnx.data(None))
 
     def make_param(
         self, name: str, init: Callable, axes: Sequence[str | None], shape: Sequence[int], dtype, rngs: nnx.Rngs

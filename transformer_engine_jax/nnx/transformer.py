@@ -115,6 +115,7 @@ class TransformerLayer(Fp8Module):
             self.attention = attention
         mlp_inits = dict(kernel_init=mlp_kernel_init, bias_init=bias_init, rngs=rngs)
         self.mlp = LayerNormMLP(self.hidden_size, **mlp_fields(self), **mlp_inits)
+        self.hand_on("score_mod", "mlp_activations")
         self.relpos_bias = nnx.data(None)
         if self.enable_relative_embedding and self.relative_embedding is None:
             self.relpos_bias = RelativePositionBiases(32, 128, self.num_attention_heads, dtype=self.dtype, rngs=rngs)
