@@ -66,8 +66,8 @@ def first(out):
     return jax.tree.leaves(out)[0]
 
 
-@partial(jax.jit, static_argnames=("model", "accumulates"))
-def train(variables, xs, *, model, accumulates: bool):
+@partial(jax.jit, static_argnames=("model", "accumulates", "penalty"))
+def train(variables, xs, *, model, accumulates: bool, penalty: float = 0.0):
     """(the sums of gradients over the microbatches, the state after them)."""
     params, state = variables["params"], {STATE_COLLECTION: variables.get(STATE_COLLECTION, {})}
 
@@ -76,7 +76,8 @@ def train(variables, xs, *, model, accumulates: bool):
 
         def loss(params, main_grads, state):
             given = {"params": params, MAIN_GRADS_COLLECTION: main_grads} if accumulates else {"params": params}
-            return jnp.mean((model.apply({**given, **state}, x)[0] - 0.3) ** 2)
+            squares = jax.tree.map(lambda p: penalty * jnp.sum(p**2), nn.unbox(params)) if penalty else 0.0
+            return jnp.mean((model.apply({**given, **state}, x)[0] - 0.3) ** 2) + sum(jax.tree.leaves(squares))
 
         grads, main_grads, state = jax.grad(loss, argnums=(0, 1, 2))(params, main_grads, state)
         return (jax.tree.map(jnp.add, sums, grads), main_grads, state), None
@@ -84,7 +85,7 @@ def train(variables, xs, *, model, accumulates: bool):
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
     main_grads = te_flax.main_grads(model, variables, xs[0]) if accumulates else {}
     (sums, main_grads, state), _ = jax.lax.scan(microbatch, (zeros, main_grads, state), xs)
-    return te.update_collections(main_grads, sums), state
+    return te_flax.take_main_grads(main_grads, sums), state
 
 
 @pytest.mark.parametrize("rec", [DELAYED, CURRENT, None], ids=["delayed", "current", "off"])
@@ -103,6 +104,22 @@ def test_sums_are_those_of_separate_gradients(name, rec):
     testing.assert_close(got, expected, bound)
     testing.assert_close(state, expected_state, 2.0**-20 if wide is variables else bound)
     assert min(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected)) > 0
+
+
+def test_what_a_loss_makes_of_a_kernel_besides_has_its_gradient():
+    model = te_flax.LayerNormMLP(intermediate_dim=64)
+    variables = steps.randomized(steps.init(model, XS[0], rec=DELAYED))
+    with steps.autocast(DELAYED):
+        got, expected = (train(variables, XS, model=model, accumulates=how, penalty=0.01)[0] for how in (True, False))
+    testing.assert_close(got, expected, F32)
+
+
+def test_taking_buffers_of_kernels_that_the_gradients_lack():
+    buffers = {"mlp": {"wi_kernel": jnp.ones((2, 3)), "wo_kernel": jnp.ones((3, 2))}}
+    taken = te_flax.take_main_grads(buffers, flax.core.freeze(jax.tree.map(jnp.ones_like, buffers) | {"bias": 3}))
+    assert isinstance(taken, flax.core.FrozenDict) and taken["bias"] == 3 and jnp.all(taken["mlp"]["wo_kernel"] == 2)
+    with pytest.raises(ValueError, match=r"take_main_grads: grads: .* got \['wi_kernel'\] without 'wo_kernel'"):
+        te_flax.take_main_grads(buffers, {"mlp": {"wi_kernel": jnp.ones((2, 3))}})
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,7 +10,7 @@ from transformer_engine_jax.flax.dot_general import (
 )
 from transformer_engine_jax.flax.dot_product_attention import DotProductAttention
 from transformer_engine_jax.flax.layernorm import LayerNorm, RMSNorm
-from transformer_engine_jax.flax.main_grads import main_grads
+from transformer_engine_jax.flax.main_grads import main_grads, take_main_grads
 from transformer_engine_jax.flax.mlp import LayerNormMLP
 from transformer_engine_jax.flax.relative_positions import RelativePositionBiases
 from transformer_engine_jax.flax.softmax import Softmax, SoftmaxFusionType
@@ -41,5 +41,6 @@ __all__ = [
     "main_grads",
     "make_dot_general_cls",
     "make_einsum_cls",
+    "take_main_grads",
     "wrap_function_in_te_state_module",
 ]

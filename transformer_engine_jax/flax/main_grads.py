@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import flax
@@ -18,9 +19,10 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     """Zeros, f32, for the kernels of the model's products: the collection "main_grads". Nothing is computed.
 
     With the collection among its variables, a model's gradient with respect to a buffer is the buffer plus that of the
-    kernel, added by the product that computes it and in place; the gradient of the kernel itself is zero. What comes
-    out of a microbatch goes into the next one, and `te.update_collections(main_grads, grads)` puts the sums where an
-    optimizer looks for them. Modules may be used several times in a step; `te.Accumulating` tells of the exceptions.
+    kernel, added by the product that computes it and in place; the gradient of the kernel itself is of what else a loss
+    makes of it, as in a penalty of its norm, and zero without. What comes out of a microbatch goes into the next one,
+    and `take_main_grads` puts the sums where an optimizer looks for them. Modules may be used several times in a step;
+    `te.Accumulating` tells of the exceptions.
     Each microbatch must use every kernel that has a buffer: to JAX the gradient of what is not used is zero, and so is
     the buffer then.
 
@@ -42,6 +44,31 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     finally:
         MAKES_MAIN_GRADS.reset(token)
     return _zeros(flax.core.unfreeze(needed), variables["params"])
+
+
+def take_main_grads(main_grads: Mapping[str, Any], grads: Mapping[str, Any]) -> Any:
+    """The gradients with those in the buffers added to those of the kernels.
+
+    Args:
+      main_grads: the collection, after the last microbatch.
+      grads: of the parameters, summed over the microbatches.
+
+    Returns:
+      A mapping of the type of `grads`, f32 where there is a buffer.
+
+    Raises:
+      ValueError: grads lack a kernel that has a buffer.
+    """
+    taken = dict(grads)
+    for name, inside in main_grads.items():
+        if name not in grads:
+            raise ValueError(
+                f"take_main_grads: grads: expected those of all kernels with buffers, got {sorted(grads)} without "
+                f"{name!r}"
+            )
+        add = take_main_grads if isinstance(inside, Mapping) else partial(jax.tree.map, jnp.add)
+        taken[name] = add(inside, grads[name])
+    return taken if type(grads) is dict else type(grads)(taken)
 
 
 def _zeros(needed: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
