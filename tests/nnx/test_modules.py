@@ -350,34 +350,6 @@ def test_initial_variance_of_an_adaptation_is_one_over_what_is_contracted():
     assert kernel.shape == (64, 3, 64) and 0.9 < float(jnp.var(kernel)) * 64 < 1.1
 
 
-class Cap(nnx.Module):
-    def __init__(self, cap):
-        self.cap = nnx.Param(jnp.float32(cap))
-
-    def __call__(self, x, *positions):
-        return self.cap[...] * jnp.tanh(x / self.cap[...])
-
-
-def test_functions_may_be_modules_with_parameters():
-    """Which a layer has once, as Flax's tree mode wants, and plain transforms of JAX."""
-    (x,) = (jnp.asarray(a) for a in emulated.normal(4, (2, 8, 32)))
-    fields = dict(hidden_size=32, mlp_hidden_size=48, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
-    fields |= dict(enable_relative_embedding=False)
-
-    def make(score_mod, activation):
-        activations = (activation, "Linear", jnp.sin)
-        return te_nnx.TransformerLayer(**fields, score_mod=score_mod, mlp_activations=activations, rngs=nnx.Rngs(0))
-
-    loss = lambda model: jnp.mean(jnp.sin(model(x)))
-    expected = jax.grad(lambda cap: loss(make(*(lambda s, *_, c=c: c * jnp.tanh(s / c) for c in cap))))((2.0, 0.5))
-    model = make(Cap(2.0), Cap(0.5))
-    for mode in (dict(), dict(graph=False)):
-        found = nnx.to_flat_state(nnx.state(nnx.grad(loss, **mode)(model), nnx.PathContains("cap")))
-        np.testing.assert_allclose([v.get_value() for _, v in found], expected, rtol=1e-4)
-    model.mlp.activations = Cap(3.0), "linear"
-    assert model.mlp.activations[0].cap[...] == 3
-
-
 def test_relative_positions_only_where_they_are_enabled():
     biases = te_nnx.RelativePositionBiases(32, 128, 2, rngs=nnx.Rngs(1))
     fields = dict(hidden_size=16, mlp_hidden_size=8, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0)

@@ -98,7 +98,8 @@ def _without_leaves(activation: Any) -> Any:
     """A name or a function that may stand beside modules, in what is data to NNX."""
     if isinstance(activation, str):
         return _Name(activation)
-    return activation if nnx.has_data(activation) or not callable(activation) else jax.tree_util.Partial(activation)
+    as_it_is = nnx.has_data(activation) or not callable(activation) or isinstance(activation, jax.tree_util.Partial)
+    return activation if as_it_is else jax.tree_util.Partial(activation)
 
 
 class Fp8Module(nnx.Module):
@@ -112,8 +113,9 @@ class Fp8Module(nnx.Module):
             """Parameters and states get their names at run time."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("activations", "mlp_activations") and nnx.has_data(value):  # that are modules
-            value = nnx.data(tuple(map(_without_leaves, canonical_tuple(value))))
+        if name in ("activations", "mlp_activations") and not isinstance(value, dataclasses.Field):
+            modules = nnx.has_data(value)  # among them
+            value = nnx.data(tuple(map(_without_leaves, canonical_tuple(value)))) if modules else nnx.static(value)
         super().__setattr__(name, value)
 
     def hand_on(self, *names: str) -> None:
