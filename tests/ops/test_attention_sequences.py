@@ -116,8 +116,7 @@ def test_bottom_right_counts_from_the_last_position_that_is_given():
     """Of queries that are the last tokens of a sequence, and say so, each sees the keys up to itself."""
     ids, positions = jnp.ones((B, S), jnp.int32), jnp.zeros((B, S), jnp.int32) + jnp.arange(S, dtype=jnp.int32)
     rows = slice(S - 4, S, 3)  # some are left out
-    given = (ids[:, rows], ids), (positions[:, rows], positions)
-    sequences = SequenceDescriptor.from_segment_ids_and_pos(*given)
+    sequences = SequenceDescriptor.from_segment_ids_and_pos((ids[:, rows], ids), (positions[:, rows], positions))
     run = lambda query, **given: dot_product_attention(
         query, KEY, VALUE, options=Attention(0.3, causal=True, bottom_right=True, window=(5, 0)), **given
     )
