@@ -13,6 +13,7 @@ import numpy_attention
 import pytest
 from cudnn_stand_in import public_call
 from emulated import BF16, F32
+from hopper import choose_as_on_hopper
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -331,14 +332,16 @@ def test_the_choice_names_its_reason(shapes, fields, call, why, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", ["2, s", "b, 16"])
-@pytest.mark.parametrize("given", ["mask", "bias", "window"])
-def test_masks_of_sizes_that_are_known_at_run_time_only(sizes, given, monkeypatch):
-    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+@pytest.mark.parametrize("given", ["", "size", "mask", "bias", "window"])
+def test_jaxs_call_has_no_sizes_that_are_known_at_run_time_only(sizes, given, monkeypatch):
+    choose_as_on_hopper(monkeypatch)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     batch, length = jax.export.symbolic_shape(sizes)
-    x = jax.ShapeDtypeStruct((batch, length, 4, 8), jnp.bfloat16)
-    call = {} if given == "window" else {given: jax.ShapeDtypeStruct((batch, 1, length, length), jnp.bool_)}
+    x = jax.ShapeDtypeStruct((batch, length, 4, 136 if given == "size" else 8), jnp.bfloat16)
+    array = jax.ShapeDtypeStruct((batch, 1, length, length), jnp.bool_)
+    call = {given: array} if given in ("mask", "bias") else {}
     backend, why = attention_backend(Attention(0.3, window=(3, 2) if given == "window" else None), x, x, x, **call)
-    assert (backend, why) == ("reference", "sizes of masks and biases are known at run time only")
+    assert (backend, "known at trace time" in why) == (("reference", True) if given else ("cudnn", False))
 
 
 def test_the_choice_heeds_each_array(monkeypatch):

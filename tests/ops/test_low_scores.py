@@ -104,6 +104,13 @@ def test_where_keys_end_is_told(case, k_len, causal, told, monkeypatch):
         np.testing.assert_array_equal(k_lengths, np.full(B, k_len))
 
 
+def test_it_is_told_under_vmap():
+    query, key, value, _ = (x[None] for x in operands(64, 64, -1.0, jnp.bfloat16))
+    forward = functools.partial(cudnn_parts.cudnn_forward, 1.0, cudnn_parts.Mask())
+    out, logs = jax.eval_shape(jax.vmap(forward), *(jnp.repeat(x, 3, axis=0) for x in (query, key, value)))
+    assert out.shape == (3, B, Q, H, 64) and logs.shape == (3, B, H, Q)
+
+
 @pytest.mark.parametrize("tokens, causal", [(192, False), (192, True), (256, False)])
 def test_such_queries_keys_and_values_leave_their_array(tokens, causal, monkeypatch):
     choose_as_on_hopper(monkeypatch)

@@ -15,7 +15,6 @@ from flax import nnx
 from transformer_engine_jax.autocast import current
 from transformer_engine_jax.initializers import default_kernel_init, flat_kernel_init, initialiser
 from transformer_engine_jax.modules.checks import (
-    canonical_tuple,
     check_axes,
     check_common,
     check_dtypes,
@@ -89,19 +88,6 @@ class helper:
         return self if module is None else partial(self.method, module)
 
 
-@jax.tree_util.register_static
-class _Name(str):
-    """A name that is no leaf of a tree."""
-
-
-def _without_leaves(activation: Any) -> Any:
-    """A name or a function that may stand beside modules, in what is data to NNX."""
-    if isinstance(activation, str):
-        return _Name(activation)
-    as_it_is = nnx.has_data(activation) or not callable(activation) or isinstance(activation, jax.tree_util.Partial)
-    return activation if as_it_is else jax.tree_util.Partial(activation)
-
-
 class Fp8Module(nnx.Module):
     """A module with parameters and GEMMs: keeps the state of each, `<gemm>_state`, an Fp8State."""
 
@@ -111,12 +97,6 @@ class Fp8Module(nnx.Module):
 
         def __getattr__(self, name: str) -> Any:
             """Parameters and states get their names at run time."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("activations", "mlp_activations") and not isinstance(value, dataclasses.Field):
-            modules = nnx.has_data(value)  # among them
-            value = nnx.data(tuple(map(_without_leaves, canonical_tuple(value)))) if modules else nnx.static(value)
-        super().__setattr__(name, value)
 
     def hand_on(self, *names: str) -> None:
         """Fields that are modules, or have them, become a submodule's alone, as Flax's tree mode wants of variables."""

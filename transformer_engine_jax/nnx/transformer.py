@@ -113,8 +113,10 @@ class TransformerLayer(Fp8Module):
             )
         else:
             self.attention = attention
-        mlp_inits = dict(kernel_init=mlp_kernel_init, bias_init=bias_init, rngs=rngs)
-        self.mlp = LayerNormMLP(self.hidden_size, **mlp_fields(self), **mlp_inits)
+        of_mlp = dict(mlp_fields(self), kernel_init=mlp_kernel_init, bias_init=bias_init, rngs=rngs)
+        if nnx.has_data(self.mlp_activations):
+            of_mlp["activations"] = nnx.data(self.mlp_activations)
+        self.mlp = LayerNormMLP(self.hidden_size, **of_mlp)
         self.hand_on("score_mod", "mlp_activations")
         self.relpos_bias = nnx.data(None)
         if self.enable_relative_embedding and self.relative_embedding is None:

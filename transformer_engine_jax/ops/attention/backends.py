@@ -128,8 +128,9 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
         unlike = options.causal and told and not sequences.alike
         yield unlike, f"{over} needs one array of ids or lengths for both, queries and keys"
         return
+    by_jax = not (packed or ours or form == "cache" or dropout_key is not None)
     known = all(isinstance(n, int) for n in (batch, q_len, k_len))
-    yield not known and (form == "mask" or bias is not None), "sizes of masks and biases are known at run time only"
+    yield by_jax and not known, "JAX's cuDNN call needs sizes that are known at trace time"
     if form == "mask":
         shared = sequences is None and (mask is None or mask.shape[0] == 1)
         entries = (1 if shared else batch) * (1 if mask is None else mask.shape[1]) * q_len * k_len

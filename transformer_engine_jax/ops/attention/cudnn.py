@@ -100,7 +100,7 @@ def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, 
 def _by_jax(query, key, value, bias=None, mask=None, **told) -> jax.Array:
     """JAX's call, whose gradients need even lengths: odd ones get one more query, and one more key, which none sees."""
     q_len, k_len = query.shape[1], key.shape[1]
-    more = {n for n in (q_len, k_len) if isinstance(n, int) and n % 2}
+    more = {n for n in (q_len, k_len) if n % 2}
     told = {**(_lengths_of(query, key) if more else {}), **told}
     query, key, value = (filled(x, {1: int(x.shape[1] in more)}) for x in (query, key, value))
     of_both = {2: int(q_len in more), 3: int(k_len in more)}

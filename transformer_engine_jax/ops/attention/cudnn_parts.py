@@ -271,7 +271,8 @@ def _call(scale: float, mask: Mask, query, key, value):
     absent = jnp.zeros((0,), query.dtype)
     lengths, mask_type = [absent, absent], cudnn.MaskType.CAUSAL if mask.causal else cudnn.MaskType.NO_MASK
     if sees_past_keys(mask.causal, key.shape[1]):
-        lengths = [jnp.full(x.shape[:1], x.shape[1], jnp.int32) for x in (query, key)]
+        # Of the query, as under vmap jax 0.10's call needs lengths for each of its examples.
+        lengths = [jnp.where(query[:, 0, 0, 0] > 0, n, n).astype(jnp.int32) for n in (query.shape[1], key.shape[1])]
         mask_type = cudnn.MaskType.PADDING
     static = dict(
         scale=scale,

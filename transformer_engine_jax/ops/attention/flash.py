@@ -49,9 +49,9 @@ def missing() -> str:
 def sees_past_keys(causal: bool, k_len: int) -> bool:
     """Whether cuDNN's backward pass (9.19, on Hopper) must be told where the keys end, by lengths.
 
-    It takes 128 at a time, and where 64 of them are past the end does not hide those. They are zeros, and so are their
-    scores: they weigh exp(-stats), which overflows where all scores of a query are below -88, or -11 in f16. Then the
-    query's gradient is NaN.
+    It takes 128 at a time, and where 64 of them are past the end does not hide those; with causality it does, also from
+    queries that are further on. They are zeros, and so are their scores: they weigh exp(-stats), which overflows where
+    all scores of a query are below -88, or -11 in f16. Then the query's gradient is NaN.
     """
     return not causal and not (isinstance(k_len, int) and k_len % 128 != 64)
 
