@@ -123,3 +123,33 @@ def test_states_of_flaxs_own_modules_stay():
         jax.tree.map(np.testing.assert_array_equal, ready[STATE_COLLECTION], variables[STATE_COLLECTION])
         with pytest.raises(ValueError, match=r"init_state: \['flaxs'\].*: expected it among the variables, float32\["):
             te_flax.init_state(model, {"params": variables["params"]}, X)
+
+
+def test_remat_scan_stacks_modules_that_name_their_axes():
+    """nn.remat_scan takes no name for the axis of the stack, which is not sharded then."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return te_flax.LayerNormMLP(intermediate_dim=32)(x)[0]
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.remat_scan(Block, lengths=(2, 2))(name="blocks")(x)
+
+    def in_turn(variables):
+        x = X
+        for i in range(4):
+            x = Block().apply(jax.tree.map(lambda a: a[i // 2, i % 2], variables), x)
+        return jnp.sum(jnp.sin(x))
+
+    with te.autocast(True, recipe.DelayedScaling()):
+        boxed = Model().init(jax.random.key(1), X)
+        variables = nn.unbox(boxed)
+        grads = jax.jit(jax.grad(lambda v: jnp.sum(jnp.sin(Model().apply(v, X)))))(variables)
+        wanted = jax.jit(jax.grad(in_turn))({name: collection["blocks"] for name, collection in variables.items()})
+    assert boxed["params"]["blocks"]["LayerNormMLP_0"]["wo_kernel"].names == (None, None, "mlp", "embed")
+    for name, collection in grads.items():
+        compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+        jax.tree.map(compare, collection["blocks"], wanted[name])

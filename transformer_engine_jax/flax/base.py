@@ -141,7 +141,8 @@ class Fp8Module(nn.Module):
             if self.is_initializing():
                 remedy = (
                     "A transform around it, such as nn.scan or nn.vmap, does not let it be made: name its collection "
-                    f"there, variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}}"
+                    f"there, variable_axes={{'params': 0, {STATE_COLLECTION!r}: 0}}, or where all steps "
+                    f"share the parameters, as in nn.RNN, variable_broadcast=['params', {STATE_COLLECTION!r}]"
                 )
             where = " ".join([type(self).__name__, "/".join(self.path)]).rstrip()
             raise ValueError(f"{where}: FP8 state {name!r} is not among the variables. {remedy}")
@@ -235,8 +236,15 @@ class LogicalAxes(nn.LogicallyPartitioned):
     """Flax's box of a parameter with its logical axes, which knows explicit mesh axes and the MeshResource as well.
 
     On explicit axes Flax asserts that a parameter is sharded as its axes say, which one that was just made is not; and
-    where rules are set that do not name its axes, Flax gathers it.
+    where rules are set that do not name its axes, Flax gathers it. An axis of layers that its transform does not name,
+    as nn.remat_scan can not, is not sharded; Flax's box raises there.
     """
+
+    def add_axis(self, index: int, params: Mapping[Any, Any]):
+        return super().add_axis(index, {nn.PARTITION_NAME: None, **params})
+
+    def remove_axis(self, index: int, params: Mapping[Any, Any]):
+        return super().remove_axis(index, {nn.PARTITION_NAME: None, **params})
 
     def unbox(self, apply_constraint: bool = True):
         mesh = jax.sharding.get_abstract_mesh()
