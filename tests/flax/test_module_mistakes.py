@@ -1,5 +1,7 @@
 """Mistakes in Linen modules that several of them share are told by name, and what need not be one works."""
 
+import re
+
 import emulated
 import flax.linen as nn
 import jax
@@ -189,3 +191,23 @@ def test_parameters_of_others_are_let_alone():
     params = {"kernel": variables["params"]["kernel"], **others}
     got = te_flax.DenseGeneral(4, use_bias=False).apply({"params": params}, X)
     testing.assert_same_bytes(got, X @ params["kernel"])
+
+
+def test_a_recurrence_that_hides_the_state_gets_a_remedy_that_works():
+    class Cell(nn.RNNCellBase):
+        @nn.compact
+        def __call__(self, carry, x):
+            h = jnp.tanh(te_flax.DenseGeneral(16, name="dense")(x) + carry)
+            return h, h
+
+        @nn.nowrap
+        def initialize_carry(self, rng, input_shape):
+            return jnp.zeros((*input_shape[:-1], 16))
+
+        num_feature_axes = property(lambda self: 1)
+
+    remedy = dict(variable_broadcast=["params", te_flax.STATE_COLLECTION])
+    with steps.autocast(DELAYED):
+        with pytest.raises(ValueError, match=re.escape(f"variable_broadcast={remedy['variable_broadcast']}")):
+            nn.RNN(Cell()).init(jax.random.key(0), X)
+        assert te_flax.STATE_COLLECTION in nn.RNN(Cell(), **remedy).init(jax.random.key(0), X)

@@ -1,6 +1,5 @@
 """init_state, states created where they are missing, and inference, which reads states and never updates them."""
 
-import re
 from functools import partial
 
 import emulated
@@ -335,26 +334,6 @@ def test_a_transform_that_hides_the_state_is_named(lift):
 
     with steps.autocast(DELAYED), pytest.raises(ValueError, match="nn.scan or nn.vmap, does not let it be made"):
         Hidden().init(jax.random.key(0), X)
-
-
-def test_a_recurrence_that_hides_the_state_gets_a_remedy_that_works():
-    class Cell(nn.RNNCellBase):
-        @nn.compact
-        def __call__(self, carry, x):
-            h = jnp.tanh(DenseGeneral(16, name="dense")(x) + carry)
-            return h, h
-
-        @nn.nowrap
-        def initialize_carry(self, rng, input_shape):
-            return jnp.zeros((*input_shape[:-1], 16))
-
-        num_feature_axes = property(lambda self: 1)
-
-    remedy = {"variable_broadcast": ["params", STATE_COLLECTION]}
-    with steps.autocast(DELAYED):
-        with pytest.raises(ValueError, match=re.escape(f"variable_broadcast={remedy['variable_broadcast']}")):
-            nn.RNN(Cell()).init(jax.random.key(0), X)
-        assert STATE_COLLECTION in nn.RNN(Cell(), **remedy).init(jax.random.key(0), X)
 
 
 def test_inference_reads_scales_and_never_updates_them():
