@@ -22,10 +22,9 @@ def main_grads(model: nn.Module, variables: Mapping[str, Any], *args, **kwargs) 
     kernel, added by the product that computes it and in place; the gradient of the kernel itself is of what else a loss
     makes of it, as in a penalty of its norm, and zero without. What comes out of a microbatch goes into the next one,
     and `take_main_grads` puts the sums where an optimizer looks for them. Modules may be used several times in a step;
-    `te.Accumulating` tells of the exceptions.
-    A buffer has the gradient of the kernel as a product takes it: leave out those of parameters that nn.map_variables
-    changes on the way. Each microbatch must use every kernel that has a buffer: to JAX the gradient of what is not used
-    is zero, and so is the buffer then.
+    `te.Accumulating` tells of the exceptions. A buffer has the gradient of the kernel as a product takes it: leave out
+    those of parameters that nn.map_variables changes on the way. Each microbatch must use every kernel that has a
+    buffer: to JAX the gradient of what is not used is zero, and so is the buffer then.
 
     Args:
       model: any Linen module; around the modules of transformer_engine_jax in it transforms such as nn.scan must name
