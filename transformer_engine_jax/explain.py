@@ -7,6 +7,7 @@ shows up here by itself. What only the compiler knows (collectives it inserts, m
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import pathlib
 import re
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
@@ -133,6 +135,11 @@ def _source(eqn: JaxprEqn) -> str:
 def _kernel(eqn: JaxprEqn, place: _Place) -> Iterator[Row]:
     call = eqn.params["call"]
     operands = [v.aval for v in eqn.invars]
+    if not call.kernel.platforms:  # nowhere a handler: what it computes is told
+        source = _source(eqn) or place.source
+        traced = jax.make_jaxpr(call.run_reference)(*operands)
+        yield from (dataclasses.replace(row, source=source) for row in _walk(traced.jaxpr, place))
+        return
     given = [name for name, gone in zip(call.kernel.operand_names, call.absent) if not gone]
     shapes = call.result_shapes(operands)
     yield _row(

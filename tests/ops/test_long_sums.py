@@ -119,17 +119,19 @@ OF_KERNELS = {
 }
 
 
+@pytest.mark.parametrize("vmapped", [False, True], ids=["", "vmap"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", OF_KERNELS)
-def test_a_kernel_s_gradient_of_tokens_in_two_axes_is_added_up_in_f32(case, dtype):
+def test_a_kernel_s_gradient_of_tokens_in_two_axes_is_added_up_in_f32(case, dtype, vmapped):
     """On one device: XLA on CPUs would sum it in bf16, and take 30 times as long."""
     op, x_shape, kernel_shape = OF_KERNELS[case]
     rng, kernel = np.random.default_rng(1), jnp.ones(kernel_shape)
     x, dy = (
         jnp.asarray(rng.standard_normal(s), dtype) for s in (x_shape, x_shape[:2] + kernel_shape[len(x_shape) - 2 :])
     )
+    of = lambda kernel: jax.vmap(lambda x: op(x, kernel))(x) if vmapped else op(x, kernel)
     with testing.on_mesh(testing.mesh_of((1,), ("data",))):
-        gradient = jax.jit(lambda kernel, dy: jax.vjp(partial(op, x), kernel)[1](dy)[0])(kernel, dy)
+        gradient = jax.jit(lambda kernel, dy: jax.vjp(of, kernel)[1](dy)[0])(kernel, dy)
     expected = np.tensordot(np.asarray(x, np.float64), np.asarray(dy, np.float64), [(0, 1), (0, 1)])
     assert relative_error(gradient, expected) < float(jnp.finfo(dtype).eps)  # rounded once
 

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from transformer_engine_jax.ops.xla_product import wants_one_axis
+from transformer_engine_jax.ops.xla_product import rows_times, wants_one_axis
 
 
 def low_rank(x, a, b, *, k_axes: int = 1, alpha: float | None = None) -> jax.Array:
@@ -22,16 +22,15 @@ def low_rank(x, a, b, *, k_axes: int = 1, alpha: float | None = None) -> jax.Arr
     """
     dim, tokens = a.shape[-1], x.shape[: x.ndim - k_axes]
     one_axis = not jax.typeof(x).sharding.mesh.explicit_axes and wants_one_axis(x)
-    if one_axis:
-        x = x.reshape(math.prod(tokens), *x.shape[x.ndim - k_axes :])
-    contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
-    down = jax.lax.dot_general(x, a.astype(x.dtype), (contract, ((), ())))
     features, stack = (*b.shape[:-2], b.shape[-1]), math.prod(b.shape[:-2])
-    down = down.reshape(*x.shape[: x.ndim - k_axes], stack, dim)
-    b = b.astype(x.dtype).reshape(stack, dim, b.shape[-1])
-    if one_axis:  # one by one, as XLA on CPUs sums the gradient of several in bf16 too
-        up = jnp.stack([down[:, i] @ b[i] for i in range(stack)], axis=1)
+    a, b = a.astype(x.dtype), b.astype(x.dtype).reshape(stack, dim, b.shape[-1])
+    if one_axis:  # and one by one, as XLA on CPUs sums the gradient of several in bf16 too
+        rows, k = math.prod(tokens), math.prod(x.shape[x.ndim - k_axes :])
+        down = rows_times(x.reshape(rows, k), a.reshape(k, stack * dim), dtype=x.dtype).reshape(rows, stack, dim)
+        up = jnp.stack([rows_times(down[:, i], b[i], dtype=x.dtype) for i in range(stack)], axis=1)
     else:
+        contract = tuple(range(x.ndim - k_axes, x.ndim)), tuple(range(k_axes))
+        down = jax.lax.dot_general(x, a, (contract, ((), ()))).reshape(*tokens, stack, dim)
         up = jnp.einsum("...sr,srn->...sn", down, b)
     factor = 1.0 if alpha is None else alpha / dim
     if isinstance(factor, jax.Array):  # traced: it must not widen the result

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer_engine_jax.decisions import few, platform, shards
+from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.partition import names_of
 
 # Up to here a row alone gets a second one, of zeros: of one row and up to 10 million numbers XLA stores each product of
@@ -40,6 +41,12 @@ def wants_one_axis(x) -> bool:
     Of several XLA on CPUs sums a kernel's gradient in bf16, off by 2 % over 4096 tokens, at a 30th of its speed.
     """
     return x.dtype.itemsize == 2 and platform() == "cpu" and shards(x) == 1
+
+
+@kernel("r k, k n -> r n", whole="k", platforms=())
+def rows_times(x, matrix, *, dtype) -> jax.Array:
+    """x matrix: a kernel for what vmap makes of it, for examples of one matrix more rows, and not another axis."""
+    return jax.lax.dot(x, matrix, preferred_element_type=dtype)
 
 
 def _sharding(x, kernel, k_axes: int) -> NamedSharding | None:
@@ -74,7 +81,7 @@ def _contracted(x, kernel, k_axes: int, dtype, sharding: NamedSharding | None) -
     if sharding is None and wants_one_axis(x):
         shape, k = (*x.shape[:rows], *kernel.shape[k_axes:]), math.prod(kernel.shape[:k_axes])
         x, kernel = x.reshape(math.prod(x.shape[:rows]), k), kernel.reshape(k, math.prod(shape[rows:]))
-        return jax.lax.dot(x, kernel, preferred_element_type=dtype).reshape(shape)
+        return rows_times(x, kernel, dtype=dtype).reshape(shape)
     contract = tuple(range(rows, x.ndim)), tuple(range(k_axes))
     y = jax.lax.dot_general(x, kernel, (contract, ((), ())), preferred_element_type=dtype, out_sharding=sharding)
     return jax.lax.slice_in_dim(y, 0, 1, axis=rows - 1) if alone else y
