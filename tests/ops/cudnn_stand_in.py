@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from transformer_engine_jax.ops.attention import cudnn_call
+
 
 @jax.custom_vjp
 def unwritten(x, written):
@@ -49,3 +51,30 @@ def public_call(
         seen = seen & (j < key_value_seq_lengths[:, None, None, None])
         written, read = i[:, 0] < query_seq_lengths[:, None], j < key_value_seq_lengths[:, None]
     return softmax_attention(query, key, value, bias, seen, written, read, scale)
+
+
+def forward(told, operands, bias=None):
+    """cudnn_call.forward, by the same."""
+    return _told(told, operands, bias), jnp.zeros((len(operands.query), 1, 1))
+
+
+def backward(told, operands, logs, out, dout, bias=None):
+    """cudnn_call.backward, likewise."""
+    *qkv, q_lengths, k_lengths = operands
+    call = lambda query, key, value, bias: _told(told, type(operands)(query, key, value, q_lengths, k_lengths), bias)
+    gradients = jax.vjp(call, *qkv, bias)[1](dout)
+    return gradients if told.to_bias else gradients[:3]
+
+
+def _told(told, operands, bias):
+    lengths = dict(zip(("query_seq_lengths", "key_value_seq_lengths"), operands[3:]))
+    window = None if told.left < 0 else (told.left, 0)
+    options = dict(scale=told.scale, is_causal=told.causal, local_window_size=window, **lengths)
+    return public_call(*operands[:3], bias, implementation="cudnn", **options)
+
+
+def replace_cudnn(monkeypatch) -> None:
+    """By these, as JAX calls it."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", public_call)
+    monkeypatch.setattr(cudnn_call, "forward", forward)
+    monkeypatch.setattr(cudnn_call, "backward", backward)

@@ -174,7 +174,7 @@ def _limits_of_fp8(options: Attention, query, key, value, sequences, mask, bias,
     yield options.softmax_type != "vanilla", f"FP8 attention has no {options.softmax_type} softmax"
     yield options.score_mod is not None, "FP8 attention has no score_mod"
     yield form not in ("plain", "lengths"), f"FP8 attention is told no {form}: lengths, causality and its window alone"
-    yield 0 in (q_len, k_len) or q_len == k_len == 1, "FP8 attention needs more than one query or key"
+    yield q_len == 1 or 0 in (q_len, k_len), "FP8 attention needs more than one query, and a key"
     wrong = any(size % 16 or not 0 < size <= MOST_HEAD_SIZE for size in sizes)
     yield wrong, f"FP8 attention needs head sizes in multiples of 16 up to {MOST_HEAD_SIZE}, not {sorted(sizes)}"
     allowed = {"bfloat16", "float16"} if platform() == "gpu" else {"bfloat16", "float16", "float32"}

@@ -16,6 +16,7 @@ from transformer_engine_jax.decisions import shards
 from transformer_engine_jax.differentiable import differentiable
 from transformer_engine_jax.kernel import kernel
 from transformer_engine_jax.ops.attention.backends import as_packed, attention_backend, too_large, visibility_form
+from transformer_engine_jax.ops.attention.cudnn_call import Operands, Told, biased_attention, hides
 from transformer_engine_jax.ops.attention.cudnn_flash import flash_attention
 from transformer_engine_jax.ops.attention.cudnn_parts import Mask, Parts, attention_of_parts, filled, widened
 from transformer_engine_jax.ops.attention.flash import MOST_HEAD_SIZE, Flash, missing, on_hopper, sees_past_keys
@@ -91,21 +92,25 @@ def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, 
         return fp8_attention(options, query, key, value, quantizers, **lengths)
     if dropout_key is not None or (bias is None and _has_handlers(options, query, key)):
         return flash_attention(options, query, key, value, dropout_key, **lengths)
-    left, _ = options.reach
-    window = None if left < 0 else (left, 0)
-    told = dict(scale=options.scale, is_causal=options.causal, local_window_size=window, **lengths)
-    return _by_jax(*_sharded_alike(query, key, value), bias, **told)
+    told = Told(options.scale, options.causal, options.reach[0])
+    return _by_jax(told, *_sharded_alike(query, key, value), bias, **lengths)
 
 
-def _by_jax(query, key, value, bias=None, mask=None, **told) -> jax.Array:
+def _by_jax(told: Told, query, key, value, bias=None, mask=None, **lengths) -> jax.Array:
     """JAX's call, whose gradients need even lengths: odd ones get one more query, and one more key, which none sees."""
     q_len, k_len = query.shape[1], key.shape[1]
     more = {n for n in (q_len, k_len) if n % 2}
-    told = {**(_lengths_of(query, key) if more else {}), **told}
+    lengths = lengths or (_lengths_of(query, key) if more else {})
     query, key, value = (filled(x, {1: int(x.shape[1] in more)}) for x in (query, key, value))
     of_both = {2: int(q_len in more), 3: int(k_len in more)}
     bias, mask = (None if x is None else filled(x, of_both) for x in (bias, mask))
-    out = jax.nn.dot_product_attention(query, key, value, bias, mask, implementation="cudnn", **told)
+    if bias is None and mask is None:
+        window = None if told.left < 0 else (told.left, 0)
+        options = dict(scale=told.scale, is_causal=told.causal, local_window_size=window, **lengths)
+        out = jax.nn.dot_product_attention(query, key, value, implementation="cudnn", **options)
+    else:
+        of_both = (lengths.get(f"{name}_seq_lengths") for name in ("query", "key_value"))
+        out = biased_attention(told, Operands(query, key, value, *of_both), bias, mask)
     return out[:, :q_len]
 
 
@@ -149,7 +154,7 @@ def _masked(options: Attention, query, key, value, bias, queries: Places, keys: 
     seen = _as_query(query, jnp.broadcast_to(seen, (*seen.shape[:2], q_len, k_len)))
     # To cuDNN a mask is a large negative bias: where nothing is seen, all is seen alike.
     some = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]  # [B or 1, Q, H or 1, 1]
-    out = _by_jax(query, key, value, bias, seen, scale=options.scale, **_ends(False, query, key))
+    out = _by_jax(Told(options.scale), query, key, value, bias, seen, **_ends(False, query, key))
     return jnp.where(some, out, jnp.zeros((), out.dtype))
 
 
@@ -176,7 +181,7 @@ def _within(starts, lengths, size: int) -> jax.Array:
 def _bias(options: Attention, bias, query, key):
     """[B or 1, H or 1, Q, K] in query's dtype, scaled; finite, since cuDNN subtracts it from its maximum."""
     bias = bias.astype(jnp.float32) * (options.scale if options.bias_before_scale else 1.0)
-    largest = 2.0**14 if query.dtype == jnp.float16 else 2.0**40  # half of what JAX adds where the mask hides
+    largest = hides(query.dtype) / 2
     bias = jnp.clip(bias, -largest, largest).astype(query.dtype)
     return jnp.broadcast_to(bias, (*bias.shape[:2], query.shape[1], key.shape[1]))
 

@@ -12,7 +12,6 @@ ring attention (Liu et al., 2023). Here a part is
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer_engine_jax.differentiable import differentiable
+from transformer_engine_jax.ops.attention import cudnn_call
+from transformer_engine_jax.ops.attention.cudnn_call import Operands, Told
 from transformer_engine_jax.ops.attention.flash import by_group, offset_gradient, sees_past_keys
 from transformer_engine_jax.ops.attention.flash_packed import (
     PACKED_SIZES,
@@ -254,35 +255,17 @@ def _gradients(parts: Parts, mask: Mask, query, key, value, logs, out, dout, at:
 
 def cudnn_forward(scale: float, mask: Mask, query, key, value) -> tuple[jax.Array, jax.Array]:
     """(output [B, Q, H, D], logarithms of the softmax's sums f32[B, H, Q])."""
-    cudnn, operands, static = _call(scale, mask, query, key, value)
-    return tuple(cudnn._dot_product_attention_fwd_p_wrapper.bind(*operands, **static, is_training=True))
+    return cudnn_call.forward(Told(scale, *mask), _operands(mask, query, key, value))
 
 
 def cudnn_backward(scale: float, mask: Mask, query, key, value, logs, out, dout) -> tuple[jax.Array, ...]:
     """(dquery, dkey, dvalue) where out and logs are those of these keys or of more."""
-    cudnn, operands, static = _call(scale, mask, query, key, value)
-    return tuple(cudnn._dot_product_attention_bwd_p_wrapper.bind(*operands, logs, out, dout, **static))
+    return cudnn_call.backward(Told(scale, *mask), _operands(mask, query, key, value), logs, out, dout)
 
 
-def _call(scale: float, mask: Mask, query, key, value):
-    # JAX's public call returns the logarithms, but takes none of other keys in its backward pass.
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    absent = jnp.zeros((0,), query.dtype)
-    lengths, mask_type = [absent, absent], cudnn.MaskType.CAUSAL if mask.causal else cudnn.MaskType.NO_MASK
-    if sees_past_keys(mask.causal, key.shape[1]):
-        # Of the query, as under vmap jax 0.10's call needs lengths for each of its examples.
-        lengths = [jnp.where(query[:, 0, 0, 0] > 0, n, n).astype(jnp.int32) for n in (query.shape[1], key.shape[1])]
-        mask_type = cudnn.MaskType.PADDING
-    static = dict(
-        scale=scale,
-        seed=42,
-        dropout_rate=0.0,
-        variadic_args=(False, False),
-        mask_type=mask_type,
-        layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None if mask.left < 0 else mask.left + 1,
-    )
-    if "score_mod" in inspect.signature(cudnn._dot_product_attention_fwd).parameters:
-        static["score_mod"] = None
-    return cudnn, (query, key, value, absent, *lengths, *[absent] * 4), static
+def _operands(mask: Mask, query, key, value) -> Operands:
+    if not sees_past_keys(mask.causal, key.shape[1]):
+        return Operands(query, key, value)
+    # Of the query, as under vmap jax 0.10's call needs lengths for each of its examples.
+    of_rows = lambda n: jnp.where(query[:, 0, 0, 0] > 0, n, n).astype(jnp.int32)
+    return Operands(query, key, value, of_rows(query.shape[1]), of_rows(key.shape[1]))
