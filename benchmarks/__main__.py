@@ -6,6 +6,7 @@ python -m benchmarks attention --config llama
 python -m benchmarks kernels --hidden 4096 16384
 python -m benchmarks accumulation
 python -m benchmarks precision
+python -m benchmarks agreement --cases 30
 python -m benchmarks stack --config llama --layers 4
 python -m benchmarks generate --config llama
 python -m benchmarks train --steps 300
@@ -43,7 +44,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 # Of a command, or of all: times have a spread from two on, and those of the first steps do not count.
-LEAST = {("train", "first_seed"): 0, ("memory", "layers"): 0, ("train", "steps"): 3, "rounds": 2}
+LEAST = {
+    ("train", "first_seed"): 0,
+    ("agreement", "first_seed"): 0,
+    ("memory", "layers"): 0,
+    ("train", "steps"): 3,
+    "rounds": 2,
+}
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
@@ -77,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     elif args.what == "profile":
         profile.show(args)
     else:
-        if jax.default_backend() != "gpu" and args.what != "memory":
+        if jax.default_backend() != "gpu" and args.what not in ("memory", "agreement"):
             print(
                 f"benchmarks {args.what}: no GPU here but {jax.default_backend()}: of shapes as large as most of "
                 "these, a row takes it minutes to hours",

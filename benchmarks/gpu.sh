@@ -2,7 +2,7 @@
 # Builds for the GPU that is here, with the packages that are here, and runs checks and tests on it.
 #
 #   benchmarks/gpu.sh OUT [kernels] [tests] [train] [layer] [gemm] [accumulation] [precision] [attention] [stack] [generate]
-#                         [sharded] [sanitize]
+#                         [sharded] [agreement] [sanitize]
 #
 # Logs go to the folder OUT; the parts default to the first three.
 set -u -o pipefail
@@ -37,6 +37,15 @@ for part in "${@:-kernels tests train}"; do
         done
         for check in "${racechecks[@]}"; do wait "$check" || status=1; done
         tail -qn 1 "$out/memcheck.log" "$out"/racecheck-*.log ;;
+      # Random modules against the CPU; each process compiles on one core.
+      agreement)
+        agreements=()
+        for i in $(seq "$(nproc)"); do
+          TE_GEMM_TUNING=0 python3 -m benchmarks agreement --first-seed "${i}0000" --cases 30 >"$out/agreement-$i.log" 2>&1 &
+          agreements+=($!)
+        done
+        for check in "${agreements[@]}"; do wait "$check" || status=1; done
+        if grep -h DIFFERS "$out"/agreement-*.log; then status=1; fi ;;
       kernels | layer | gemm | accumulation | precision | attention | stack | generate | sharded) python3 -m benchmarks "$step" --json "$out/$step.json" 2>&1 | tee "$out/$step.log" ;;
       *) echo "unknown step $step"; exit 2 ;;
     esac || status=1

@@ -13,6 +13,7 @@ NAMES = (
     "gemm",
     "accumulation",
     "precision",
+    "agreement",
     "attention",
     "kernels",
     "stack",
