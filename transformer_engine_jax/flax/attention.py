@@ -112,7 +112,7 @@ class MultiHeadAttention(Fp8Module):
         Args:
           inputs_q, inputs_kv: it is self-attention, with fused projections, where inputs_kv is None or the very object
             that inputs_q is; nn.remat, nn.jit and jax.jit make two of one, so leave inputs_kv out there.
-          mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out; for attn_mask_type with "padding".
+          mask: bool, four axes that broadcast to [B, H, Sq, Sk], True is masked out; for attn_mask_type with "padding".
           bias: likewise, added to the logits.
           decode: self-attention to the KV cache, `cached_key` and `cached_value` [B, S, G, D] and `cache_index` i32[]
             in the collection "cache". init makes it, empty and as long as its inputs; each apply, with

@@ -31,7 +31,7 @@ class DotProductAttention(Fp8Module):
 
     attn_mask_type: "no_mask", "causal" or "causal_bottom_right" (the last query sees the last key), each with
     "padding" too, which needs a sequence_descriptor or a mask; bottom_right counts from where the sequences end: the
-    last token of which a mask [.., Sq, Sk] leaves anything, or the arrays' ends where it is the same for all of a side.
+    last tokens of which a mask [.., Sq, Sk] leaves anything, or the arrays' ends if it has one row or one column.
     attn_bias_type: None takes post_scale_bias where a bias is given. qkv_layout: "bs3hd" is query, key and value in one
     array, "bshd_bs2hd" key and value in one; the same with t for bs are rows [B, S, ...] that hold several sequences.
     scale_factor: None means 1 / sqrt(head_dim). window_size: (left, right) keys seen, -1 for all. softmax_type:
@@ -81,8 +81,8 @@ class DotProductAttention(Fp8Module):
         """query [B, S, H, D] (or packed as qkv_layout says), key [B, S, G, D], value [B, S, G, Dv] -> [B, S, H, Dv].
 
         sequence_descriptor: the sequences of rows that are padded or packed; or a mask, as NVIDIA's module has it.
-        mask: bool, broadcastable to [B, H, Sq, Sk], True is masked out. bias: likewise. cache_index: i32[] where keys
-        and values are those of a KV cache, the place in it of the first query: see ops.attention.decode.
+        mask: bool, four axes that broadcast to [B, H, Sq, Sk], True is masked out. bias: likewise. cache_index: i32[]
+        where keys and values are those of a KV cache, the place in it of the first query: see ops.attention.decode.
         """
         options = self.options()
         if mask is None and getattr(sequence_descriptor, "ndim", 0) == 4:

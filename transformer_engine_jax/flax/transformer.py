@@ -43,11 +43,11 @@ class TransformerLayer(Fp8Module):
     enable_relative_embedding: T5's biases, of 32 buckets up to distance 128, unless relative_embedding is given; for
     both directions in an encoder only. kv_channels: the size of a head, None means hidden_size / num_attention_heads.
     hidden_dropout_dims, intermediate_dropout_dims: axes along which what is dropped is the same, of [B, S, hidden] and
-    [B, S, mlp_hidden]; drop_path: the rate at which a block's output is dropped for an example (stochastic depth, Huang
-    et al., 2016). low_rank_adaptation_scope: MultiHeadAttention's, and "mlp" and "exclude_mlp". window_size, score_mod,
-    softmax_type, self_attn_* are of the self-attention. The fields of RoPE hold for both attentions; qk_norm_*,
-    checkpoint_core_attention and enable_sequence_parallel too: see MultiHeadAttention; context_parallel_* are of the
-    self-attention: see DotProductAttention.
+    [B, S, mlp_hidden], or of [S, B, ..] where they lie so; drop_path: the rate at which a block's output is dropped for
+    an example (stochastic depth, Huang et al., 2016). low_rank_adaptation_scope: MultiHeadAttention's, and "mlp" and
+    "exclude_mlp". window_size, score_mod, softmax_type, self_attn_* are of the self-attention. The fields of RoPE hold
+    for both attentions; qk_norm_*, checkpoint_core_attention and enable_sequence_parallel too: see MultiHeadAttention;
+    context_parallel_* are of the self-attention: see DotProductAttention.
     """
 
     hidden_size: int = 512
@@ -123,14 +123,16 @@ class TransformerLayer(Fp8Module):
 
         Args:
           encoded: [B, Sk, h], the encoder's output; of layer_type DECODER, and only of it.
-          attention_mask: bool, broadcastable to [B, H, S, S], True masks; for self_attn_mask_type with "padding".
-          encoder_decoder_mask: bool, broadcastable to [B, H, S, Sk], True masks.
+          attention_mask: bool, four axes that broadcast to [B, H, S, S], True masks; for self_attn_mask_type with
+            "padding".
+          encoder_decoder_mask: likewise, to [B, H, S, Sk].
           deterministic: switches dropout off.
           decode: the self-attention keeps a KV cache, as MultiHeadAttention's does; masks and biases are of its length.
           max_decode_length: that length, which is checked; not needed.
           sequence_descriptor, encoder_decoder_sequence_descriptor: sequences of padded or packed rows, in place of the
             masks; the latter of pairs, for queries and for keys.
-          core_attention_bias: broadcastable to [B, H, S, S], of the self-attention, beside relative position biases.
+          core_attention_bias: four axes that broadcast to [B, H, S, S], of the self-attention, beside relative position
+            biases.
           rotary_pos_emb: RoPE of the self-attention in place of what the fields say, as MultiHeadAttention takes it.
 
         Raises:

@@ -39,8 +39,8 @@ def fused_attn(
       qkv_layout: "bshd_bshd_bshd", "bshd_bs2hd", "bs3hd", "thd_thd_thd", "thd_t2hd" or "t3hd".
       attn_mask_type: "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right" or
         "padding_causal_bottom_right"; those with "padding" need a sequence_descriptor, and no other takes one.
-      attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias". bias: broadcastable to [B, H, Q, K], added
-        before or after the scale.
+      attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias". bias: four axes that broadcast to [B, H, Q, K],
+        added before or after the scale.
       sequence_descriptor: which tokens belong to which sequence; or a mask that broadcasts to [B, H, Q, K], True is
         masked out.
       scaling_factor: None means 1 / sqrt(D).

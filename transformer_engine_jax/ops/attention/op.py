@@ -56,8 +56,9 @@ def dot_product_attention(
       options: scale, causality, window, dropout rate, kind of softmax, score_mod.
       sequence_descriptor: which tokens belong to which sequence, of rows that are padded or hold several sequences.
         Tokens see only their own sequence; padding gets zeros. None: each row is one sequence.
-      mask: bool, int8 or uint8, broadcastable to [B, H, Q, K]; True is masked out. Not together with a descriptor.
-      bias: broadcastable to [B, H, Q, K], added to the scaled logits, with options.bias_before_scale to those before.
+      mask: bool, int8 or uint8, of four axes that broadcast to [B, H, Q, K]; True is masked out.
+        Not together with a descriptor. With bottom_right, one of one row or column has no ends but the arrays'.
+      bias: likewise, added to the scaled logits, with options.bias_before_scale to those before.
       softmax_offset: [H] or [1, H, 1, 1] the extra logit of each head, of softmax_type "learnable".
       dropout_key: of jax.random; None is no dropout.
       context_parallel: the mesh axis that shards the sequences of query, key and value, and how; a mesh must be in
