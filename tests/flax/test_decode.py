@@ -238,12 +238,12 @@ def test_the_cache_that_init_makes_on_a_mesh(explicit, batch):
         params, cache = variables["params"], {"cache": variables["cache"]}
         step = jax.jit(partial(layer.apply, decode=True, mutable=["cache"]))
         outs = []
+        of_batch = "data" if batch == 2 else None
         for at, n in ((0, 4), (4, 3), (7, 1)):
+            spec = cache["cache"]["attention"]["cached_key"].sharding.spec
+            assert (*spec, None, None)[:3] == (of_batch, None, "model")
             out, cache = step({"params": params, **cache}, x[:, at : at + n])
             outs.append(jax.device_get(out))
-        if explicit:
-            spec = cache["cache"]["attention"]["cached_key"].sharding.spec
-            assert (*spec, None, None)[:3] == ("data" if batch == 2 else None, None, "model")
     testing.assert_close(np.concatenate(outs, axis=1), expected, 2 * F32)
 
 

@@ -187,7 +187,7 @@ class MultiHeadAttention(Fp8Module):
         return LayerNorm(name=name, **qk_norm_fields(self))
 
     def _cache(self, **like) -> dict[str, nn.Variable]:
-        """The variables of the cache, which init makes as zeros."""
+        """The variables of the cache, which init makes as zeros, on a mesh sharded by examples and heads."""
         there = [name for name in like if self.has_variable("cache", name)]
         made, mutable = self.is_initializing() or SHAPES_ALONE.value is not None, self.is_mutable_collection("cache")
         if not mutable or not (made or len(there) == len(like)):
@@ -197,7 +197,8 @@ class MultiHeadAttention(Fp8Module):
                 f"got {got}; take it from init(..., decode=True) with inputs of the greatest length, and call "
                 "apply({**variables, 'cache': cache}, ..., decode=True, mutable=['cache'])"
             )
-        return {name: self.variable("cache", name, jnp.zeros_like, x) for name, x in like.items()}
+        empty = lambda x: constrain(jnp.zeros_like(x), ("batch", None, "heads", None)[: x.ndim])
+        return {name: self.variable("cache", name, empty, x) for name, x in like.items()}
 
     @nn.nowrap
     def _core_attention(self, **fields) -> DotProductAttention:
