@@ -174,7 +174,7 @@ kernel_p.def_abstract_eval(_abstract_eval)
 def _run(platform: str, call: Call, *present) -> tuple:
     if call.reference or platform not in call.kernel.platforms:
         with jax.numpy_rank_promotion("allow"):  # whatever the user's own code is held to
-            return tuple(r for r in call.run_reference(*present) if r is not None)
+            return tuple(call.run_given(*present))
     return _ffi_call(call, platform, *present)
 
 
@@ -192,14 +192,24 @@ def _lowered(ctx, *operands, call: Call, platform: str):
 
     # The handlers see plain local buffers, whatever manual axes they vary over.
     plain = [[jax.core.ShapedArray(a.shape, a.dtype) for a in avals] for avals in (ctx.avals_in, ctx.avals_out)]
-    run = custom_partitioning(functools.partial(_run, platform, call))
-    run.def_partition(
-        partition=functools.partial(_partition, call, platform, ctx.module_context.axis_context),
-        sharding_rule=lambda mesh, operand_types, result_types: partition.sharding_rule(call, plain[0]),
-        decode_shardings=False,  # JAX's way knows none that has a mesh axis on two dimensions
-    )
+    run, context = functools.partial(_run, platform, call), ctx.module_context.axis_context
+    if _shards(context) > 1:
+        run = custom_partitioning(run)
+        run.def_partition(
+            partition=functools.partial(_partition, call, platform, context),
+            sharding_rule=lambda mesh, operand_types, result_types: partition.sharding_rule(call, plain[0]),
+            decode_shardings=False,  # JAX's way knows none that has a mesh axis on two dimensions
+        )
     with jax.sharding.use_abstract_mesh(NO_MESH):
         return partition.lowered(mlir.lower_fun(run), ctx.replace(avals_in=plain[0], avals_out=plain[1]), *operands)
+
+
+def _shards(context) -> float:
+    """Over how many devices the compiler may shard a call; for one it has no shardings that JAX could read."""
+    manual = getattr(context, "manual_axes", None)
+    if not manual:
+        return math.inf  # custom_partitioning sees to it
+    return math.prod(size for name, size in context.mesh.shape.items() if name not in manual)
 
 
 def _partition(call: Call, platform: str, context, mesh, operands, results):
@@ -254,7 +264,8 @@ mlir.register_lowering(kernel_p, functools.partial(_lower, platform="reference")
 def _batch(axis, present, dims, *, call: Call):
     """vmap, where the rule allows: one more leading axis of the leading group, or more of the leading axis.
 
-    Elsewhere one call an example. An axis that may be sharded is one of independent examples, unless it has seeds.
+    Elsewhere one call an example; of what has nowhere a handler, JAX's own of the reference. An axis that may be
+    sharded is one of independent examples, unless it has seeds.
     """
     if all(d is None for d in dims):
         out = kernel_p.bind(*present, call=call)
@@ -275,6 +286,10 @@ def _batch(axis, present, dims, *, call: Call):
     one_call = fits and is_group(group) and all(group in t for t in batched)
     folded = size and fits and all(t[:1] == [group] for t in batched) and _may_fold(call, group, present)
     front = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(present, dims)]
+    if not (one_call or folded or kernel.platforms):
+        with jax.numpy_rank_promotion("allow"):
+            out = jax.vmap(call.run_given, [None if d is None else 0 for d in dims])(*front)
+        return out, [0] * len(out)
     if not (one_call or folded):
         out = _one_by_one(call, front, [d is None for d in dims], partition.names_of(axis.spmd_name))
         # All are equal. Not y[0]: examples may be sharded, or there may be none.
@@ -366,9 +381,30 @@ def _derivative(primals, tangents, *, call: Call):
             "or, where a gradient inside of a loss is not to be differentiated itself, put jax.lax.stop_gradient on "
             "all that it is computed from, parameters and state too, before it is"
         )
+    moving = [not isinstance(t, ad.Zero) for t in tangents]  # products with zeros, of others, would be computed
+    only = lambda values: tuple(x for x, m in zip(values, moving) if m)
     with jax.numpy_rank_promotion("allow"):
-        run = lambda *operands: [r for r in call.run_reference(*operands) if r is not None]
-        return jax.jvp(run, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+        return jax.jvp(_of_some(call, primals, moving), only(primals), only(tangents))
+
+
+def _of_some(call: Call, operands: Sequence[Any], chosen: Sequence[bool]) -> Callable:
+    """The reference as a function of the chosen operands."""
+
+    def run(*given):
+        it = iter(given)
+        return call.run_given(*[next(it) if c else x for x, c in zip(operands, chosen)])
+
+    return run
+
+
+def _transpose(cotangents, *operands, call: Call):
+    """That of the reference, of a kernel that is linear in some operands."""
+    chosen = list(map(ad.is_undefined_primal, operands))
+    avals = [x.aval for x, c in zip(operands, chosen) if c]
+    with jax.numpy_rank_promotion("allow"):
+        transposed = jax.linear_transpose(_of_some(call, operands, chosen), *avals)
+        out = iter(transposed(list(map(ad.instantiate_zeros, cotangents))))
+    return [next(out) if c else None for c in chosen]
 
 
 def _is_fp8(dtype) -> bool:
@@ -376,6 +412,7 @@ def _is_fp8(dtype) -> bool:
 
 
 ad.primitive_jvps[kernel_p] = _derivative
+ad.primitive_transposes[kernel_p] = _transpose
 
 
 def _without_unused(used: Sequence[bool], *others):
