@@ -12,7 +12,7 @@ from emulated import BF16, normal
 from hopper import choose_as_on_hopper
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.attention import Attention, attention_backend, dot_product_attention
+from transformer_engine_jax.ops.attention import Attention, attention_backend, cudnn_call, dot_product_attention
 
 N, B, Q, K, H, G, D = 2, 3, 16, 34, 4, 2, 16  # N examples under vmap
 OPTIONS = Attention(0.3)
@@ -58,3 +58,27 @@ def test_values_and_gradients(bias, mask, mapped):
         return jax.jit(jax.vmap(step, (*axes, 0)))(*given[:4], hidden, given[4])
 
     testing.assert_close(run(jnp.bfloat16), run(jnp.float32), 3 * BF16)
+
+
+def test_examples_share_one_mask(monkeypatch):
+    """It is not repeated for the rows of all: a mask of 4096 x 4096 would be GiB."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    given, masks = {name: getattr(cudnn_call, name) for name in ("forward", "backward")}, []
+    for name, run in given.items():
+
+        def seen(told, operands, *others, bias=None, run=run):
+            *others, bias = (*others, bias) if bias is not None else others
+            masks.append((operands.query.shape[0], bias.shape))
+            return run(told, operands, *others, bias=bias)
+
+        monkeypatch.setattr(cudnn_call, name, seen)
+    attend = lambda *qkv: dot_product_attention(*qkv, options=OPTIONS, mask=jnp.zeros((1, 1, 1, K), bool))
+    qkv = (jnp.ones(shape, jnp.bfloat16) for shape in ((N, B, Q, H, D), *2 * [(N, B, K, G, D)]))
+    jax.make_jaxpr(jax.grad(lambda *qkv: jax.vmap(attend)(*qkv).sum().astype(jnp.float32)))(*qkv)
+    assert masks.count((N * B, (1, 1, Q, K))) == 2 and {shape for _, shape in masks} == {(1, 1, Q, K)}
+
+
+def test_an_empty_batch_with_a_bias():
+    q, k = (jnp.ones((0, n, heads, D), jnp.bfloat16) for n, heads in ((Q, H), (K, G)))
+    loss = lambda bias: dot_product_attention(q, k, k, options=OPTIONS, bias=bias).sum().astype(jnp.float32)
+    testing.assert_same_bytes(jax.grad(loss)(jnp.ones((1, H, Q, K))), jnp.zeros((1, H, Q, K)))

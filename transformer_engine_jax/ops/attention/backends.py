@@ -131,6 +131,7 @@ def _limits_of_cudnn(options: Attention, query, key, value, sequences, mask, bia
     by_jax = not (packed or ours or form == "cache" or dropout_key is not None)
     known = all(isinstance(n, int) for n in (batch, q_len, k_len))
     yield by_jax and not known, "JAX's cuDNN call needs sizes that are known at trace time"
+    yield by_jax and batch == 0, "JAX's cuDNN call needs an example"
     if form == "mask":
         shared = sequences is None and (mask is None or mask.shape[0] == 1)
         entries = (1 if shared else batch) * (1 if mask is None else mask.shape[1]) * q_len * k_len

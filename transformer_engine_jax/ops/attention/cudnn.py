@@ -230,22 +230,23 @@ def _sharded_alike(query, key, value) -> tuple[jax.Array, jax.Array, jax.Array]:
     return _alike(None, query, key, value)
 
 
-def _as_query(query, x) -> jax.Array:
+def _as_query(query, x, of_each: bool = False) -> jax.Array:
     """x[B or 1, H or 1, m, n], its batch and heads sharded as the query's.
 
     JAX's partitioning of the cuDNN call shards along with queries, keys and values nothing else: lengths that are
     replicated while the batch is not would be those of the first shard everywhere. On explicit axes our kernels alone
-    are called, which see to it.
+    are called, which see to it. On one device x is left as it is, lest vmap make one of each example of what all share,
+    unless that is wanted, `of_each`.
     """
-    if explicit_axes(query):
+    if explicit_axes(query) or (shards(query) == 1 and not of_each):
         return x
     like = jax.lax.stop_gradient(query[: x.shape[0], 0, : x.shape[1], 0])
     return placed_like(like, x)
 
 
 def _lengths_as_query(query, lengths) -> jax.Array:
-    """[B, 1] -> [B], likewise."""
-    return _as_query(query, lengths[:, None, None])[:, 0, 0, 0]
+    """[B, 1] -> [B], likewise; of each example under vmap, as jax 0.10's call needs them."""
+    return _as_query(query, lengths[:, None, None], of_each=True)[:, 0, 0, 0]
 
 
 def _place_forward(_, query, x):

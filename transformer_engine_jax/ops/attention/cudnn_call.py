@@ -73,10 +73,11 @@ def _call(told: Told, operands: Operands, bias):
 # --- With a bias -----------------------------------------------------------------------------------------------------
 
 
-def _over_examples(run):
+def _over_examples(run, to_bias: bool = False):
     """run([arrays of B rows], bias [B or 1, ..]) -> [arrays of B rows, or of the bias's], under vmap as one call.
 
-    Examples become rows; a bias that is theirs is repeated for their rows, and its gradient summed over these.
+    Examples become rows. A bias of one row that all share stays so, unless it has a gradient, `to_bias`; one that is
+    theirs is repeated for their rows, and its gradient summed over these.
     """
     folded = custom_vmap(run)
 
@@ -84,11 +85,14 @@ def _over_examples(run):
     def _(size, batched, arrays, bias):
         of_arrays, of_bias = batched
         each = lambda x, own: x if own else jnp.broadcast_to(x[None], (size, *x.shape))
-        arrays, bias = jax.tree.map(each, arrays, of_arrays), each(bias, of_bias)
-        rows, of_one = arrays[0].shape[1], bias.shape[1] == 1
+        arrays = jax.tree.map(each, arrays, of_arrays)
+        shared = not (of_bias or to_bias) and bias.shape[0] == 1
+        bias = each(bias, of_bias or shared)
+        rows, of_one = arrays[0].shape[1], not shared and bias.shape[1] == 1
         merged = lambda x: x.reshape(size * rows, *x.shape[2:])
-        bias = jnp.broadcast_to(bias, (size, rows, *bias.shape[2:]))
-        out = folded(jax.tree.map(merged, arrays), merged(bias))
+        if not shared:
+            bias = merged(jnp.broadcast_to(bias, (size, rows, *bias.shape[2:])))
+        out = folded(jax.tree.map(merged, arrays), bias)
         out = [x.reshape(size, rows, *x.shape[1:]) for x in out]
         if len(out) == 4 and of_one and rows > 1:
             out[3] = jnp.sum(out[3], axis=1, keepdims=True, dtype=jnp.float32).astype(out[3].dtype)
@@ -106,7 +110,8 @@ def _biased_forward(told: Told, query, key, value, bias, *lengths):
 
 def _biased_backward(told: Told, residuals, dout):
     operands, bias, logs, out = residuals
-    run = _over_examples(lambda arrays, bias: list(backward(told, Operands(*arrays[3:]), *arrays[:3], bias=bias)))
+    one = lambda arrays, bias: list(backward(told, Operands(*arrays[3:]), *arrays[:3], bias=bias))
+    run = _over_examples(one, told.to_bias)
     *gradients, dbias = [*run([logs, out, dout, *operands], bias), None][:4]
     return *gradients, dbias, None, None
 
