@@ -1,6 +1,6 @@
 """@kernel: one declaration turns a pure-JAX reference into an FFI call with shapes, sharding and batching.
 
-rules.py reads the rule, primitive.py runs the calls, and partition.py plans meshes for them.
+rules.py reads the rule, primitive.py runs the calls, derivatives.py differentiates them, and partition.py plans meshes.
 
 A rule such as ``"... k, k, - -> ... k, -"`` names every axis of every operand and result:
 

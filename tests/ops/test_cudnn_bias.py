@@ -1,4 +1,4 @@
-"""JAX's call of cuDNN with a bias or a mask, also under vmap, where JAX itself takes only one of each example and head.
+"""JAX's call of cuDNN with a bias or a mask, also under vmap, where JAX itself raises for most.
 
 On a GPU it is cuDNN itself, elsewhere a stand-in.
 """
@@ -12,7 +12,13 @@ from emulated import BF16, normal
 from hopper import choose_as_on_hopper
 
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.attention import Attention, attention_backend, cudnn_call, dot_product_attention
+from transformer_engine_jax.ops.attention import (
+    Attention,
+    SequenceDescriptor,
+    attention_backend,
+    cudnn_call,
+    dot_product_attention,
+)
 
 N, B, Q, K, H, G, D = 2, 3, 16, 34, 4, 2, 16  # N examples under vmap
 OPTIONS = Attention(0.3)
@@ -82,3 +88,26 @@ def test_an_empty_batch_with_a_bias():
     q, k = (jnp.ones((0, n, heads, D), jnp.bfloat16) for n, heads in ((Q, H), (K, G)))
     loss = lambda bias: dot_product_attention(q, k, k, options=OPTIONS, bias=bias).sum().astype(jnp.float32)
     testing.assert_same_bytes(jax.grad(loss)(jnp.ones((1, H, Q, K))), jnp.zeros((1, H, Q, K)))
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "vmap"])
+@pytest.mark.parametrize("rows", [1, B])
+def test_a_bias_has_no_gradient_where_rows_have_ended(rows, mapped):
+    """On a GPU: in memory that held NaN."""
+    shapes = [(N, B, Q, H, D), *2 * [(N, B, K, G, D)], (N, rows, H, Q, K), (N, B, Q, H, D)]
+    arrays = normal(6, *shapes)
+    lengths = SequenceDescriptor.from_seqlens((np.array([7, Q, 3]), np.array([K, 20, 9])))
+
+    def step(query, key, value, bias, dout):
+        attend = lambda *of: dot_product_attention(*of[:3], options=OPTIONS, bias=of[3], sequence_descriptor=lengths)
+        out, vjp = jax.vjp(attend, query, key, value, bias)
+        return out, vjp(dout)
+
+    def run(dtype):
+        given = [jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in arrays]
+        call = jax.jit(jax.vmap(step) if mapped else step)
+        given = given if mapped else [x[0] for x in given]
+        jax.block_until_ready([jnp.full(x.shape, jnp.nan, x.dtype) for x in given for _ in range(8)])
+        return call(*given)
+
+    testing.assert_close(run(jnp.bfloat16), run(jnp.float32), 3 * BF16)

@@ -45,7 +45,7 @@ def wants_one_axis(x) -> bool:
 
 @kernel("r k, k n -> r n", whole="k", platforms=())
 def rows_times(x, matrix, *, dtype) -> jax.Array:
-    """x matrix: a kernel for what vmap makes of it, for examples of one matrix more rows, and not another axis."""
+    """x matrix. A kernel for its vmap alone: examples that share the matrix become more rows, not another axis."""
     return jax.lax.dot(x, matrix, preferred_element_type=dtype)
 
 

@@ -97,7 +97,7 @@ def _call(options: Attention, query, key, value, bias, dropout_key, quantizers, 
 
 
 def _by_jax(told: Told, query, key, value, bias=None, mask=None, **lengths) -> jax.Array:
-    """JAX's call, whose gradients need even lengths: odd ones get one more query, and one more key, which none sees."""
+    """By JAX's call, whose gradients need even lengths: odd ones get one more query or key, that none sees."""
     q_len, k_len = query.shape[1], key.shape[1]
     more = {n for n in (q_len, k_len) if n % 2}
     lengths = lengths or (_lengths_of(query, key) if more else {})

@@ -1,6 +1,7 @@
 """JAX's call of cuDNN's attention by its two passes, for what its public function does not do.
 
-That keeps the logarithms of the softmax's sums to itself, and under vmap it takes a bias only of each example and head.
+That keeps the logarithms of the softmax's sums to itself. Under vmap it takes no bias that examples have of their own
+and rows or heads share, and sums the gradient of one that they share over all.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ _biased = differentiable(_biased_forward, _biased_backward)
 
 
 def hides(dtype) -> float:
-    """What is subtracted from the logit of a key that a query does not see; cuDNN subtracts two such."""
+    """The logit of a key that a query does not see is as low; cuDNN subtracts two such."""
     return 2.0**15 if dtype == jnp.float16 else 2.0**41
 
 
