@@ -11,7 +11,7 @@ from hopper import choose_as_on_hopper
 
 import transformer_engine_jax as te
 from transformer_engine_jax import testing
-from transformer_engine_jax.ops.attention import Attention, cudnn, cudnn_parts, dot_product_attention
+from transformer_engine_jax.ops.attention import Attention, cudnn, cudnn_call, cudnn_parts, dot_product_attention
 from transformer_engine_jax.recipe import DelayedScaling
 
 B, Q, H, G = 2, 64, 4, 2
@@ -88,10 +88,13 @@ def test_where_keys_end_is_told(case, k_len, causal, told, monkeypatch):
 
     monkeypatch.setattr(cudnn, "flash_attention", call_of_cudnn)
     monkeypatch.setattr(cudnn, "fp8_attention", call_of_cudnn)
+    by_primitives = lambda told, operands, *_: seen.append([operands.q_lengths, operands.k_lengths]) or operands.query
+    monkeypatch.setattr(cudnn, "biased_attention", by_primitives)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **given: call_of_cudnn(None, query, **given))
     if case == "parts":
         operands_ = [jnp.zeros((B, n, H, size), jnp.bfloat16) for n in (Q, k_len, k_len)]
-        _, arguments, static = cudnn_parts._call(1.0, cudnn_parts.Mask(causal), *operands_)
+        of_parts = cudnn_parts._operands(cudnn_parts.Mask(causal), *operands_)
+        _, arguments, static = cudnn_call._call(cudnn_call.Told(1.0, causal), of_parts, None)
         seen.append([None if x.size == 0 else x for x in arguments[4:6]])
         assert ("PADDING" in static["mask_type"].name) == told
     else:
