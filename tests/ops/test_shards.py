@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cudnn_stand_in import replace_cudnn
 from emulated import BF16
 from hopper import choose_as_on_hopper
 from jax.sharding import AxisType, NamedSharding
@@ -60,8 +61,7 @@ def on_hopper(monkeypatch):
     choose_as_on_hopper(monkeypatch)
     monkeypatch.setattr(flash_packed, "missing", lambda: "")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    plain = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **kwargs: plain(*args, **kwargs))
+    replace_cudnn(monkeypatch)
 
 
 def inputs(groups: int):
