@@ -24,7 +24,7 @@ BOUND = {"bfloat16": 1e-2, "float16": 2e-3}
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """The choice that one GPU makes, of many tokens."""
-    for each in (module, decisions):
+    for each in (module, xla_product, decisions):
         monkeypatch.setattr(each, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
