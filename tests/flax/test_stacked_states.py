@@ -47,8 +47,10 @@ def leading(variables, axis: int) -> np.ndarray:
 
 @pytest.mark.parametrize("layers", [2, 3])
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
-@pytest.mark.parametrize("history, wanted", [(4, 4), (1, 1), (4, 2), (1, 3)])
-@pytest.mark.parametrize("fp8_format", [recipe.Format.HYBRID, recipe.Format.E4M3])
+@pytest.mark.parametrize(
+    "history, wanted, fp8_format",
+    [*((*lengths, recipe.Format.HYBRID) for lengths in ((4, 4), (1, 1), (4, 2), (1, 3))), (4, 4, recipe.Format.E4M3)],
+)
 def test_along_any_axis_as_along_the_first(axis, layers, history, wanted, fp8_format):
     asked = recipe.DelayedScaling(amax_history_len=wanted, fp8_format=fp8_format)
     found = []

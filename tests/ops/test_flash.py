@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_attention
 import pytest
+from hopper import of_handlers
 from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
@@ -45,7 +46,7 @@ def compare_fp8(got, expected):
     testing.assert_close(got.stats, expected.stats, 1e-3 if GPU else 1e-5)
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", of_handlers(64, 128))
 @pytest.mark.parametrize("fields", [dict(), dict(causal=True), dict(causal=True, left=7)], ids=str)
 def test_fp8_kernel_is_its_reference(size, fields):
     q, k, v, _, _ = kernel_operands(2, 2, 32, 48, size, jnp.float32)
@@ -56,7 +57,7 @@ def test_fp8_kernel_is_its_reference(size, fields):
     testing.check_kernel(attention_fp8_fwd, operands, dict(scale=size**-0.5, **fields), compare_fp8, specs=specs)
 
 
-@pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("float16", 64)])
+@pytest.mark.parametrize("dtype, size", of_handlers(("bfloat16", 64), ("bfloat16", 128), ("float16", 64)))
 @pytest.mark.parametrize("heads", ["groups", "repeats"])  # those that the mesh splits
 def test_backward_without_dropout_is_its_reference(dtype, size, heads):
     q, k, v, do, _ = kernel_operands(2, 2, 32, 48, size, dtype)

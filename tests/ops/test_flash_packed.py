@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_attention
 import pytest
+from hopper import of_handlers
 from jax.sharding import PartitionSpec as P
 
 import transformer_engine_jax as te
@@ -63,7 +64,7 @@ def operands(groups: int, repeats: int, size: int, dtype) -> list[jax.Array]:
     return [hide(q, *at[:2]), hide(k, *at[2:]), hide(v, *at[2:]), hide(do, *at[:2])]
 
 
-@pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("float16", 48)])
+@pytest.mark.parametrize("dtype, size", of_handlers(("bfloat16", 64), ("bfloat16", 128), ("float16", 48)))
 @pytest.mark.parametrize("fields", [dict(), dict(causal=True), dict(causal=True, left=7)], ids=str)
 @pytest.mark.parametrize("heads", ["groups", "repeats"])  # those that the mesh splits
 def test_kernels_are_their_references(dtype, size, fields, heads):

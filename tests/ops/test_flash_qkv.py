@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import choose_as_on_hopper_or_be_there
+from hopper import choose_as_on_hopper_or_be_there, of_handlers
 from jax.sharding import PartitionSpec as P
 
 from transformer_engine_jax import testing
@@ -46,7 +46,7 @@ def inputs(dtype="bfloat16", size=D, tokens=S):
 FIELDS = [dict(), dict(causal=True), dict(causal=True, left=7)]
 
 
-@pytest.mark.parametrize("dtype, size", [("bfloat16", 64), ("bfloat16", 128), ("float16", 24)])
+@pytest.mark.parametrize("dtype, size", of_handlers(("bfloat16", 64), ("bfloat16", 128), ("float16", 24)))
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_kernels_are_their_references(fields, dtype, size):
     qkv, do = inputs(dtype, size)

@@ -46,8 +46,10 @@ def few_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("added", ["", "bias", "residual", "bias and residual"])
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize(
+    "shapes, added",
+    [*((shapes, "bias and residual") for shapes in SHAPES), *(("matrices", one) for one in ("", "bias", "residual"))],
+)
 @pytest.mark.parametrize("few", [False, True], ids=["", "few tokens"])
 def test_is_dense(few, shapes, added, dtype, monkeypatch):
     if few:
